@@ -1,0 +1,61 @@
+"""How long discovery takes, verification included, as a multiple of one forward pass over the same example.
+
+    python benchmarks/discovery.py            # ResNet-50 at 224 px, and others
+    python benchmarks/discovery.py resnet50   # just one
+
+Writes benchmarks/results/discovery.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torchvision_shim  # noqa: F401 (must come before torchvision)
+import torchvision.models
+
+import fairpruner as fp
+
+MODELS = ("resnet50", "vgg16_bn", "mobilenet_v2", "densenet121", "convnext_tiny")
+REPEATS = 5
+
+
+def seconds(action: object) -> float:
+    start = time.perf_counter()
+    action()  # type: ignore[operator]
+    return time.perf_counter() - start
+
+
+def measure(name: str) -> dict[str, object]:
+    """Median times of forward and discovery, interleaved, and their ratio."""
+    model = getattr(torchvision.models, name)().eval()
+    example = torch.randn(1, 3, 224, 224)
+    forwards, discoveries = [], []
+    with torch.no_grad():
+        model(example)
+        for _ in range(REPEATS):
+            forwards += [seconds(lambda: model(example)) for _ in range(3)]
+            discoveries.append(seconds(lambda: fp.discover(model, example)))
+    forward, discovery = statistics.median(forwards), statistics.median(discoveries)
+    spaces = fp.discover(model, example)
+    return {"model": name, "forward_s": forward, "discovery_s": discovery, "forwards": discovery / forward, "spaces": len(spaces), "units": sum(s.size for s in spaces)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", default=MODELS)
+    rows = [measure(name) for name in parser.parse_args().models]
+    for row in rows:
+        print(f"{row['model']:16} {row['forwards']:6.1f} forward passes ({row['discovery_s']:.2f} s), {row['spaces']} spaces, {row['units']} units")
+    results = Path(__file__).parent / "results" / "discovery.json"
+    results.parent.mkdir(exist_ok=True)
+    results.write_text(json.dumps({"command": " ".join(["python benchmarks/discovery.py", *sys.argv[1:]]), "threads": torch.get_num_threads(), "rows": rows}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

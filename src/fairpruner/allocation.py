@@ -1,0 +1,275 @@
+"""The allocate stage: scores and a tolerance or a budget in, a plan out.
+
+Every rule is a table per space: ascending thresholds and the depth reached at each. One dial, shared by
+all spaces, then runs through every plan of the rule: each space goes to the depth of its largest
+threshold that the dial has passed. A budget is a position of that dial.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from .costs import CostTable, predict
+from .errors import FairprunerError, unknown
+from .tod import conflict_curve, removal_order
+from .types import METRICS, Budget, Floats, Ints, Metric, Plan, Scores, UnitSpace, check_alpha
+
+
+def allocate(
+    scores: Scores, alpha: float | None = None, *, keep: Budget | None = None, rule: str = "tod", exact: bool = False, multiple_of: int = 1, min_keep: float = 1
+) -> Plan:
+    """The plan for a tolerance (the paper's algorithm FAIR-Pruner) or for a budget (its target-budget selection of the ToD level).
+
+    `min_keep` is a count, or a share in (0, 1), of every space; what is kept of a space that loses units is a
+    multiple of `multiple_of`. `exact=True` then moves single spaces to hit the budget itself.
+
+    >>> from fairpruner.types import CostModel, Spaces
+    >>> spaces = Spaces((UnitSpace("conv", "channel", 4, slices=()),), {}, CostModel((), (), ()), fingerprint="")
+    >>> aligned = {"conv": np.array([0.4, 0.1, 0.2, 0.3])}
+    >>> scores = Scores(spaces, {"l1": aligned}, {"taylor": aligned}, samples=1)
+    >>> allocate(scores, alpha=0.0).removed
+    {'conv': (1, 2)}
+    >>> allocate(scores, keep=Budget("units", 0.25)).alpha
+    0.6666666666666666
+    """
+    allocator = _Allocator(scores, rule, multiple_of, min_keep)
+    if keep is not None and alpha is None:
+        return allocator.for_budget(keep, exact)
+    if alpha is not None and keep is None and not exact:
+        return allocator.for_tolerance(alpha)
+    found = f"found alpha={alpha}, keep={keep} and exact={exact}"
+    raise FairprunerError(f"A plan needs either a tolerance or a budget, and exact=True a budget, {found}: for example alpha=0.1 or keep=Budget('flops', 0.5).")
+
+
+def sweep(
+    scores: Scores, metric: Metric, amounts: Iterable[float | int], *, rule: str = "tod", exact: bool = False, multiple_of: int = 1, min_keep: float = 1
+) -> list[Plan]:
+    """One plan per kept amount of a metric, as `allocate` gives them, from tables that are built once.
+
+    >>> from fairpruner.types import CostModel, Spaces
+    >>> spaces = Spaces((UnitSpace("conv", "channel", 4, slices=()),), {}, CostModel((), (), ()), fingerprint="")
+    >>> aligned = {"conv": np.array([0.4, 0.1, 0.2, 0.3])}
+    >>> scores = Scores(spaces, {"l1": aligned}, {"taylor": aligned}, samples=1)
+    >>> [plan.depths for plan in sweep(scores, "units", [1.0, 0.75, 2])]
+    [{'conv': 0}, {'conv': 1}, {'conv': 2}]
+    """
+    allocator = _Allocator(scores, rule, multiple_of, min_keep)
+    return [allocator.for_budget(Budget(metric, amount), exact) for amount in amounts]
+
+
+def shuffled(plan: Plan, seed: int) -> Plan:
+    """The plan's depths with units drawn at random: the paper's ablation of the removal ranking.
+
+    >>> from fairpruner.types import CostModel, Spaces
+    >>> spaces = Spaces((UnitSpace("conv", "channel", 4, slices=()),), {}, CostModel((), (), ()), fingerprint="")
+    >>> plan = Plan(spaces, {"conv": (0, 1)}, alpha=0.0, rule="tod", exact=False, predicted={}, original={})
+    >>> shuffled(plan, seed=0).depths, shuffled(plan, seed=0).rule
+    ({'conv': 2}, 'tod+random')
+    """
+    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0:
+        raise FairprunerError(f"The seed is {seed!r}, expected a whole number of at least 0.")
+    rng = np.random.default_rng(seed)
+    removed = {space.name: tuple(rng.permutation(space.size)[: plan.depths[space.name]].tolist()) for space in plan.spaces}
+    return replace(plan, removed=removed, rule=f"{plan.rule}+random", predicted=predict(plan.spaces, removed))
+
+
+@dataclass(frozen=True, eq=False)
+class _Ranked:
+    """One space as the rules see it."""
+
+    removal: Floats  # [J] scores along the removal order
+    tod: Floats  # [J + 1]
+    candidates: Ints  # [C] depths that the constraints allow, ascending from 0
+
+
+Table = tuple[Floats, Ints]  # ascending thresholds [T] and the depth reached at each [T]; the first is depth 0 at the rule's lowest threshold
+
+
+def _tod(spaces: Sequence[_Ranked]) -> list[Table]:
+    """Thresholds are tolerances: the depth at t is the largest candidate with ToD <= t."""
+    return [_frontier(space) for space in spaces]
+
+
+def _frontier(space: _Ranked) -> Table:
+    depths, values = space.candidates, space.tod[space.candidates]
+    # Only a depth with less conflict than every deeper one is ever the largest feasible; tolerances stay below 1.
+    best = values < np.append(np.minimum.accumulate(values[::-1])[-2::-1], 1.0)
+    free, reached, tolerances = depths[best][0], depths[best][1:], values[best][1:]
+    # Tolerance 0 may already remove much. Overlaps never fall, so all depths up to that one are as free of
+    # conflict: thresholds in [-1, 0] lead there evenly, and gentle budgets stay within reach.
+    gentle = depths[depths <= free]
+    return np.concatenate([gentle / max(free, 1) - 1, tolerances]), np.concatenate([gentle, reached])
+
+
+def _uniform(spaces: Sequence[_Ranked]) -> list[Table]:
+    """Thresholds are shares removed, the same in every space."""
+    return [(space.candidates / space.removal.size, space.candidates) for space in spaces]
+
+
+def _global(spaces: Sequence[_Ranked]) -> list[Table]:
+    """Thresholds are positions in one ranking of all units, merged by (removal score, space, removal order)."""
+    values = np.concatenate([space.removal for space in spaces])
+    positions = np.empty(values.size)
+    positions[np.argsort(values, kind="stable")] = np.arange(1, values.size + 1)  # units stand by space and removal order already
+    by_space = np.split(positions, np.cumsum([space.removal.size for space in spaces])[:-1])
+    return [(np.append(0, ranks)[space.candidates], space.candidates) for space, ranks in zip(spaces, by_space, strict=True)]
+
+
+RULES: dict[str, Callable[[Sequence[_Ranked]], list[Table]]] = {"tod": _tod, "uniform": _uniform, "global": _global}
+
+
+class _Dial:
+    """All spaces' tables on one scale: the distinct thresholds, one step each."""
+
+    def __init__(self, tables: Sequence[Table]) -> None:
+        self.levels, rank = np.unique(np.concatenate([thresholds for thresholds, _ in tables]), return_inverse=True)
+        lengths = [thresholds.size for thresholds, _ in tables]
+        # Integer ranks instead of values: every space gets its own stretch of keys, and one search serves all, exactly.
+        self._starts = np.arange(len(tables)) * self.levels.size
+        self._keys = np.repeat(self._starts, lengths) + rank
+        self._depths = np.concatenate([depths for _, depths in tables])
+
+    @property
+    def last(self) -> int:
+        return self.levels.size - 1
+
+    def depths(self, step: int) -> Ints:
+        """The depth of every space at a step, [S]."""
+        return self._depths[np.searchsorted(self._keys, self._starts + step, side="right") - 1]
+
+    def step_at(self, threshold: float) -> int:
+        return int(np.searchsorted(self.levels, threshold, side="right")) - 1
+
+
+class _Allocator:
+    """What every plan of one rule shares: orders, curves, the dial and the costs."""
+
+    def __init__(self, scores: Scores, rule: str, multiple_of: int, min_keep: float) -> None:
+        if rule not in RULES:
+            raise unknown("rule", rule, RULES)
+        if not len(scores.spaces):
+            raise FairprunerError("The scores hold no space, so there is nothing to remove: see spaces.left_out for the reasons.")
+        _check_constraints(multiple_of, min_keep)
+        self._spaces, self._rule, self._levers = scores.spaces, rule, {"min_keep": min_keep, "multiple_of": multiple_of}
+        orders = [removal_order(scores.removal[space.name]) for space in scores.spaces]
+        self._units = [tuple(order.tolist()) for order in orders]
+        self._ranked = [
+            _Ranked(
+                removal=scores.removal[space.name][order],
+                tod=conflict_curve(scores.removal[space.name], scores.protection[space.name]).tod,
+                candidates=_candidates(space, multiple_of, min_keep),
+            )
+            for space, order in zip(scores.spaces, orders, strict=True)
+        ]
+        self._dial = _Dial(RULES[rule](self._ranked))
+        self._costs = CostTable(scores.spaces, orders)
+        self._original = self._totals(np.zeros(len(orders), dtype=np.int64))
+
+    def for_tolerance(self, alpha: float) -> Plan:
+        """Every space at its largest feasible depth."""
+        tolerance = check_alpha(alpha)
+        if self._rule != "tod":
+            raise FairprunerError(f"Alpha is a tolerance of the rule 'tod', found rule={self._rule!r}: give keep=Budget(...) in place of alpha.")
+        return self._plan(self._dial.depths(self._dial.step_at(tolerance)), tolerance, exact=False)
+
+    def for_budget(self, budget: Budget, exact: bool) -> Plan:
+        """The step of the dial nearest to the budget; with `exact`, the nearest point on the way between two steps."""
+        if not isinstance(budget, Budget):
+            raise FairprunerError(f"keep is {budget!r}, expected a budget: for example keep=Budget('flops', 0.5).")
+        original = self._original[budget.metric]
+        # A share times a count carries float noise (0.29 * 50 < 14.5): round to the digits that a share can carry.
+        target = round(budget.target(original), max(0, 14 - len(str(original))))
+
+        def at_step(step: int) -> int:
+            return self._costs.totals(budget.metric, self._dial.depths(step))
+
+        below = _first_within(at_step, self._dial.last, target)
+        if below > self._dial.last:
+            raise self._out_of_reach(budget)
+        if not exact or below == 0:
+            step = _nearest(at_step, self._dial.last, target)
+            return self._plan(self._dial.depths(step), self._tolerance(step), exact)
+        path = _Path(self._ranked, self._dial.depths(below - 1), self._dial.depths(below))
+        moves = _nearest(lambda m: self._costs.totals(budget.metric, path.depths(m)), path.last, target)
+        return self._plan(path.depths(moves), self._tolerance(below if moves == path.last else below - 1), exact)
+
+    def _tolerance(self, step: int) -> float | None:
+        return max(0.0, float(self._dial.levels[step])) if self._rule == "tod" else None
+
+    def _totals(self, depths: Ints) -> dict[str, int]:
+        return {metric: self._costs.totals(metric, depths) for metric in METRICS}
+
+    def _plan(self, depths: Ints, alpha: float | None, exact: bool) -> Plan:
+        removed = {space.name: units[:depth] for space, units, depth in zip(self._spaces, self._units, depths.tolist(), strict=True)}
+        return Plan(self._spaces, removed, alpha, self._rule, exact, predicted=self._totals(depths), original=self._original)
+
+    def _out_of_reach(self, budget: Budget) -> FairprunerError:
+        depths = self._dial.depths(self._dial.last)
+        smallest, original = self._costs.totals(budget.metric, depths), self._original[budget.metric]
+        # Rounded up, so that the number shown is itself within reach.
+        nearest = str(smallest) if isinstance(budget.amount, (int, np.integer)) else f"{math.ceil(1000 * smallest / original) / 1000:g}"
+        if all(depth == space.candidates[-1] for depth, space in zip(depths, self._ranked, strict=True)):
+            limit, advice = "every space at its minimum", [f"lower {name}" for name, value in self._levers.items() if value != 1]
+        else:
+            limit, advice = f"at tolerance {self._tolerance(self._dial.last):.3g}, the largest below 1", ["use rule='uniform'"]
+        found = f"Budget {budget.metric} keep={budget.amount} is out of reach: the smallest plan keeps {nearest} ({limit})."
+        return FairprunerError(f"{found} {', or '.join(['Raise keep', *advice])}.")
+
+
+class _Path:
+    """The way from one step of the dial to the next: one space at a time to its next candidate, the least conflict first."""
+
+    def __init__(self, spaces: Sequence[_Ranked], start: Ints, end: Ints) -> None:
+        self._start = start
+        movers: list[int] = np.flatnonzero(end > start).tolist()
+        moves = [c[(c > start[s]) & (c <= end[s])] for s, c in ((s, spaces[s].candidates) for s in movers)]
+        # Always taking the space whose next depth has the lowest ToD is sorting by the highest ToD met on the way.
+        conflict = np.concatenate([np.maximum.accumulate(spaces[s].tod[m]) for s, m in zip(movers, moves, strict=True)])
+        space = np.repeat(movers, [m.size for m in moves])
+        order = np.lexsort((space, conflict))
+        self._space, self._depth = space[order], np.concatenate(moves)[order]
+
+    @property
+    def last(self) -> int:
+        return self._space.size
+
+    def depths(self, moves: int) -> Ints:
+        """The depth of every space after so many moves, [S]."""
+        depths = self._start.copy()
+        np.maximum.at(depths, self._space[:moves], self._depth[:moves])
+        return depths
+
+
+def _first_within(kept: Callable[[int], int], last: int, amount: float) -> int:
+    """The first position in 0..last that keeps at most an amount, where `kept` never rises; last + 1 if none does."""
+    return bisect_left(range(last + 1), True, key=lambda position: kept(position) <= amount)
+
+
+def _nearest(kept: Callable[[int], int], last: int, target: float) -> int:
+    """The position in 0..last that keeps nearest to a target within reach; of equals, the one that removes least."""
+    below = _first_within(kept, last, target)
+    if below == 0 or kept(below - 1) - target > target - kept(below):
+        return below
+    return _first_within(kept, last, kept(below - 1))
+
+
+def _candidates(space: UnitSpace, multiple_of: int, min_keep: float) -> Ints:
+    """The depths that leave enough units in a space, ascending; 0 always, [C]."""
+    kept = np.arange(space.size, 0, -1)  # [J], at the depths 0..J - 1
+    # Quotients compare like the fractions they round, so a share of 0.3 keeps 3 of 10.
+    enough = kept / space.size >= min_keep if isinstance(min_keep, float) else kept >= min_keep
+    allowed = enough & (kept >= space.min_keep) & (kept % multiple_of == 0)
+    return np.flatnonzero(allowed | (kept == space.size))
+
+
+def _check_constraints(multiple_of: int, min_keep: float) -> None:
+    if isinstance(multiple_of, bool) or not isinstance(multiple_of, (int, np.integer)) or multiple_of < 1:
+        raise FairprunerError(f"multiple_of is {multiple_of!r}, expected a whole number of at least 1.")
+    count = isinstance(min_keep, (int, np.integer)) and not isinstance(min_keep, bool) and min_keep >= 1
+    if not count and not (isinstance(min_keep, float) and 0 < min_keep < 1):
+        raise FairprunerError(f"min_keep is {min_keep!r}, expected a count of at least 1 or a share in (0, 1) of every space.")

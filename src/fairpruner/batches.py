@@ -1,0 +1,185 @@
+"""Reading calibration data: batches of many forms, the loss on them, and a progress bar."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .calling import call, describe, tensors_of
+from .errors import FairprunerError
+
+Loss = Callable[[Any, Any], Tensor]
+
+LABEL_KEYS = ("labels", "label", "y", "target")
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """What the model is called with, the labels of its samples, and the place in the data."""
+
+    inputs: Any
+    labels: Tensor
+    position: int
+
+    @property
+    def size(self) -> int:
+        """The number of samples: the length of the first tensor the model is called with."""
+        first = next(tensors_of(self.inputs), self.labels)
+        if first.ndim == 0:
+            raise FairprunerError(f"Batch {self.position} has {describe(self.inputs)} as its input, expected a tensor whose dim 0 counts the samples.")
+        return first.shape[0]
+
+    def rows(self, start: int, stop: int) -> Batch:
+        """The samples from `start` to `stop` as a batch of their own."""
+        size = self.size
+
+        def some(tensor: Tensor) -> Tensor:
+            return tensor[start:stop] if tensor.ndim and tensor.shape[0] == size else tensor
+
+        return Batch(_map(self.inputs, some), some(self.labels), self.position)
+
+    def class_labels(self) -> Tensor:
+        """The labels, refused unless they are one class index for each sample, int64 [N]."""
+        found = describe(self.labels)
+        if self.labels.is_floating_point() or self.labels.is_complex() or self.labels.ndim != 1:
+            raise FairprunerError(
+                f"Batch {self.position} has labels {found}, expected class indices: integers of shape [{self.size}]. Choose signals and a loss that need no classes, or give indices."
+            )
+        if len(self.labels) != self.size:
+            raise FairprunerError(f"Batch {self.position} has {len(self.labels)} labels for {self.size} samples, expected one label for each.")
+        if len(self.labels) and int(self.labels.min()) < 0:
+            raise FairprunerError(f"Batch {self.position} has the label {int(self.labels.min())}, expected class indices from 0 upwards.")
+        return self.labels.long()
+
+
+def read_batches(data: Iterable[Any], device: torch.device) -> Iterator[Batch]:
+    """Every batch of `data`, moved to `device`: (input, label) pairs, or dicts with the label under one of LABEL_KEYS."""
+    for position, item in enumerate(data):
+        if isinstance(item, Mapping):
+            key = next((k for k in LABEL_KEYS if k in item), None)
+            if key is None:
+                raise FairprunerError(
+                    f"Batch {position} is a dict with the keys {sorted(map(str, item))}, expected a label under one of {', '.join(LABEL_KEYS)}."
+                )
+            inputs, labels = {k: v for k, v in item.items() if k != key}, item[key]
+        elif isinstance(item, (tuple, list)) and len(item) == 2:
+            inputs, labels = item
+        else:
+            raise FairprunerError(f"Batch {position} is {describe(item)}, expected (input, label) or a dict.")
+        batch = Batch(_map(inputs, lambda t: t.to(device)), _tensor(labels, position).to(device), position)
+        if batch.size:
+            yield batch
+
+
+def _tensor(labels: Any, position: int) -> Tensor:
+    try:
+        return torch.as_tensor(labels)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise FairprunerError(f"Batch {position} has labels of type {type(labels).__name__}, expected a tensor of class indices: {error}") from error
+
+
+def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same structure with every tensor changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {k: _map(v, change) for k, v in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_map(v, change) for v in value]
+    return value
+
+
+def in_halves(batches: Iterator[Batch]) -> Iterator[tuple[int, Batch]]:
+    """Batches with the half of the data (0 or 1) each belongs to; a batch that is alone is split in two."""
+    first = next(batches, None)
+    if first is None:
+        return
+    second = next(batches, None)
+    if second is None:
+        middle = (first.size + 1) // 2
+        yield 0, first.rows(0, middle)
+        if middle < first.size:
+            yield 1, first.rows(middle, first.size)
+        return
+    yield 0, first
+    yield 1, second
+    for count, batch in enumerate(batches):
+        yield count % 2, batch
+
+
+def forward(model: nn.Module, batch: Batch) -> Any:
+    """The model's output on a batch, a failure turned into one sentence that shows the batch."""
+    try:
+        return call(model, batch.inputs)
+    except FairprunerError:
+        raise
+    except Exception as error:
+        raise FairprunerError(
+            f"Batch {batch.position} does not fit the model: {type(model).__name__} called with {describe(batch.inputs)} raised {type(error).__name__}: {error}"
+        ) from error
+
+
+def logits_of(output: Any) -> Tensor | None:
+    """The logits inside a model's output: itself, `.logits`, `["logits"]`, or the first tensor of a tuple."""
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, (tuple, list)):
+        return next((item for item in output if isinstance(item, Tensor)), None)
+    named = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    return named if isinstance(named, Tensor) else None
+
+
+def mean_loss(loss: Loss | None, output: Any, batch: Batch) -> Tensor:
+    """The loss of a batch, checked to be one finite number; cross-entropy on the logits when `loss` is None."""
+    value = _cross_entropy(output, batch) if loss is None else loss(output, batch.labels)
+    if not isinstance(value, Tensor) or value.ndim != 0:
+        raise FairprunerError(f"The loss of batch {batch.position} is {describe(value)}, expected a scalar tensor: the mean over the batch.")
+    if not torch.isfinite(value):
+        raise FairprunerError(f"The loss of batch {batch.position} is {value.item()}, expected a finite number: look at that batch and at the model's weights.")
+    return value
+
+
+def _cross_entropy(output: Any, batch: Batch) -> Tensor:
+    logits, labels = logits_of(output), batch.class_labels()
+    if logits is None or logits.ndim != 2 or len(logits) != len(labels):
+        raise FairprunerError(
+            f"The model returned {describe(output)}, expected logits of shape [{len(labels)}, classes] for cross-entropy. Pass loss= for other outputs."
+        )
+    if int(labels.max()) >= logits.shape[1]:
+        raise FairprunerError(f"Batch {batch.position} has the label {int(labels.max())}, expected class indices below the {logits.shape[1]} logits.")
+    return F.cross_entropy(logits.double() if logits.dtype == torch.float64 else logits.float(), labels)
+
+
+@contextmanager
+def progress(title: str, data: Iterable[Any]) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr with rate and time left, quiet when it is no terminal; call the yielded function with the samples of each batch."""
+    try:
+        total: int | None = len(data)  # type: ignore[arg-type]
+    except TypeError:
+        total = None
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("batches, {task.fields[rate]:.0f} samples/s,"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task(title, total=total, rate=0.0)
+        seen = 0
+
+        def advance(samples: int) -> None:
+            nonlocal seen
+            seen += samples
+            bar.update(task, advance=1, rate=seen / max(bar.tasks[task].elapsed or 0.0, 1e-9))
+
+        yield advance

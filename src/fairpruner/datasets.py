@@ -1,0 +1,189 @@
+"""Calibration data by name: a folder of images, an .npz file, or a function that yields batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
+
+from .batches import read_batches
+from .calling import tensors_of
+from .errors import FairprunerError
+from .sources import Transform, resolve
+from .types import Ints
+
+IMAGES = {".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How many samples to take, in batches of what size, and the seed of the choice."""
+
+    samples: int | None = None  # None: all of them
+    batch_size: int = 64
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("samples", "batch_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise FairprunerError(f"{name} is {value}, expected at least 1.")
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """Image values in [0, 1], less `mean`, over `std` (one number for all channels, or one each); images resized and cropped to `size`."""
+
+    size: int | None = None  # None: images are taken as large as they are
+    mean: Sequence[float] = (0.0,)
+    std: Sequence[float] = (1.0,)
+
+    def __post_init__(self) -> None:
+        if self.size is not None and self.size < 1:
+            raise FairprunerError(f"size is {self.size}, expected at least 1 pixel.")
+        if min(self.std, default=0) <= 0:
+            raise FairprunerError(f"std is {list(self.std)}, expected positive numbers.")
+
+    def __call__(self, image: Any) -> torch.Tensor:
+        """A PIL image → [3, H, W]: the shorter side becomes `size`, then the centre is cut out."""
+        if self.size is not None:
+            scale = self.size / min(image.size)
+            image = image.resize([max(self.size, round(side * scale)) for side in image.size])
+            left, top = ((side - self.size) // 2 for side in image.size)
+            image = image.crop((left, top, left + self.size, top + self.size))
+        return self.normalise(torch.from_numpy(np.array(image)).permute(2, 0, 1)[None])[0]
+
+    def normalise(self, pixels: torch.Tensor) -> torch.Tensor:
+        """uint8 [N, C, …] → float32 of the same shape."""
+        for name, values in (("mean", self.mean), ("std", self.std)):
+            if pixels.ndim < 2 or len(values) not in (1, pixels.shape[1]):
+                raise FairprunerError(f"{name} has {len(values)} values for data of shape {list(pixels.shape)}, expected 1 or one per channel.")
+        mean, std = (torch.tensor(v).reshape(-1, *[1] * (pixels.ndim - 2)) for v in (self.mean, self.std))  # [C or 1, 1, …]
+        return (pixels.float() / 255 - mean) / std
+
+
+def load_data(source: str, sampling: Sampling, preprocessing: Preprocessing, *, transform: Transform | None = None) -> Iterable[Any]:
+    """Batches, as often as they are iterated: from class subfolders of images, an .npz with x and y, or "file.py:loader".
+
+    Images go through `transform` if it is given, else through `preprocessing`, as uint8 arrays do.
+    """
+    path = Path(source)
+    if path.is_dir():
+        return _images(path, sampling, transform or preprocessing)
+    if path.suffix == ".npz":
+        return _arrays(path, sampling, preprocessing)
+    if ":" not in source:
+        raise FairprunerError(f"Data {source!r} is neither a folder that exists, nor an .npz file, nor package.module:function or path/to/file.py:function.")
+    return _Loader(resolve(source), source, sampling.samples)
+
+
+def choose(labels: Ints, samples: int | None, seed: int) -> Ints:
+    """Positions of `samples` items, taken from every class in turn, so that classes are as even as they can be.
+
+    >>> sorted(np.array([0, 0, 0, 0, 1])[choose(np.array([0, 0, 0, 0, 1]), 3, seed=0)].tolist())
+    [0, 0, 1]
+    """
+    mixed = np.random.default_rng(seed).permutation(labels.size)
+    grouped = mixed[np.argsort(labels[mixed], kind="stable")]  # [n] class after class
+    _, first, size = np.unique(labels[grouped], return_index=True, return_counts=True)
+    turn = np.arange(labels.size) - np.repeat(first, size)  # [n] 0 for the first of each class, 1 for the second, …
+    return grouped[np.argsort(turn, kind="stable")][:samples]
+
+
+def _batches(dataset: Dataset[Any], labels: Ints, sampling: Sampling) -> Iterable[Any]:
+    return DataLoader(Subset(dataset, choose(labels, sampling.samples, sampling.seed).tolist()), sampling.batch_size, collate_fn=_stack)
+
+
+def _stack(items: list[tuple[torch.Tensor, Any]]) -> Any:
+    shapes = sorted({tuple(x.shape) for x, _ in items})
+    if len(shapes) > 1:
+        raise FairprunerError(
+            f"Images of one batch have {len(shapes)} different shapes ({shapes[0]} and {shapes[1]} among them): give --size to make them equal."
+        )
+    return default_collate(items)
+
+
+def _arrays(path: Path, sampling: Sampling, preprocessing: Preprocessing) -> Iterable[Any]:
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            x, y = file["x"], file["y"]
+    except KeyError as error:
+        raise FairprunerError(f"Data {path} has no array {str(error.args[0]).split()[0]!r}: expected x (inputs) and y (labels).") from error
+    except Exception as error:  # numpy raises OSError, ValueError, zipfile's own and more
+        raise FairprunerError(f"Data {path} cannot be read: {error}") from error
+    if y.ndim != 1 or y.dtype.kind not in "iu" or len(y) != len(x) or not len(x):
+        raise FairprunerError(
+            f"Data {path} has x of shape {list(x.shape)} and y {y.dtype}{list(y.shape)}, expected one whole-number label for each of at least one sample."
+        )
+    if x.dtype == np.uint8:
+        inputs = preprocessing.normalise(torch.from_numpy(x))
+    elif x.dtype.kind == "f":
+        inputs = torch.from_numpy(x.astype(np.float32))
+    else:
+        raise FairprunerError(f"Data {path} has x of type {x.dtype}, expected float32, or uint8 in 0..255.")
+    labels = y.astype(np.int64)
+    return _batches(TensorDataset(inputs, torch.from_numpy(labels)), labels, sampling)
+
+
+def _images(folder: Path, sampling: Sampling, transform: Transform) -> Iterable[Any]:
+    classes = sorted(child for child in folder.iterdir() if child.is_dir())
+    files = [(file, label) for label, child in enumerate(classes) for file in sorted(child.rglob("*")) if file.suffix.lower() in IMAGES]
+    if not files:
+        raise FairprunerError(f"Data folder {folder} has {len(classes)} class subfolders with no image in them: expected folder/class/image.jpg.")
+    return _batches(_ImageFiles(files, transform), np.array([label for _, label in files]), sampling)
+
+
+@dataclass(frozen=True)
+class _ImageFiles(Dataset[tuple[torch.Tensor, int]]):
+    files: Sequence[tuple[Path, int]]  # with its label: the position of its folder among the sorted class folders
+    transform: Transform
+
+    def __getitem__(self, position: int) -> tuple[torch.Tensor, int]:
+        file, label = self.files[position]
+        try:
+            from PIL import Image
+        except ImportError as error:
+            raise FairprunerError("Image folders need Pillow: pip install 'fairpruner[images]'.") from error
+        try:
+            with Image.open(file) as image:
+                return self.transform(image.convert("RGB")), label
+        except OSError as error:
+            raise FairprunerError(f"Image {file} cannot be read: {error}") from error
+
+
+@dataclass(frozen=True)
+class _Loader:
+    """The batches of a user's function, called again for every pass; stops after the batch that reaches `samples`."""
+
+    function: Callable[[], Iterable[Any]]
+    source: str
+    samples: int | None
+
+    def __iter__(self) -> Iterator[Any]:
+        try:
+            batches = iter(self.function())
+        except Exception as error:
+            raise FairprunerError(f"Data {self.source!r} gave no batches: {type(error).__name__}: {error}") from error
+        seen = 0
+        for batch in batches:
+            yield batch
+            seen += _length(batch)
+            if self.samples is not None and seen >= self.samples:
+                return
+
+
+def _length(batch: Any) -> int:
+    return next(len(tensor) for tensor in tensors_of(batch))
+
+
+def example_of(data: Iterable[Any], device: torch.device) -> Any:
+    """The first sample of the data, as the model is called with it: what `discover` needs."""
+    first = next(read_batches(data, device), None)
+    if first is None:
+        raise FairprunerError("The data yields no batch: give at least one sample.")
+    return first.rows(0, 1).inputs

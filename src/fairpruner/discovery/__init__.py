@@ -1,0 +1,72 @@
+"""Discover: model + example input -> every space of units, verified, and what every plan would cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from ..errors import FairprunerError, unknown
+from ..fingerprint import fingerprint
+from ..types import KINDS, Spaces, UnitSpace, matches
+from .assemble import assemble, cost_model
+from .couple import couple
+from .trace import trace
+from .verify import verify
+
+
+def discover(model: nn.Module, example: Any, *, kinds: Sequence[str] | None = None, skip: Sequence[str] = ()) -> Spaces:
+    """Find what can be removed from a model, by one forward pass over `example` and a check of every space found.
+
+    `kinds` limits the search to some of `channel`, `hidden`, `head`, `expert`; `skip` names spaces, modules
+    or patterns to leave alone.
+
+    >>> import torch
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> spaces = discover(net, torch.zeros(1, 4))
+    >>> [(space.name, space.kind, space.size) for space in spaces], spaces.left_out
+    ([('0', 'hidden', 8)], {'2': "reaches the model's output"})
+    """
+    wanted = tuple(kinds) if kinds is not None else KINDS
+    for kind in wanted:
+        if kind not in KINDS:
+            raise unknown("kind", kind, KINDS)
+    patterns = (skip,) if isinstance(skip, str) else tuple(skip)
+    seen = trace(model, example)
+    found, left_out = assemble(seen, model)
+    spaces: list[UnitSpace] = []
+    for space in found:
+        if matches(space.name, patterns):
+            left_out[space.name] = "skipped by the caller"
+        elif space.kind not in wanted:
+            left_out[space.name] = f"of kind {space.kind}, not asked for"
+        else:
+            spaces.append(space)
+    unused = [p for p in patterns if not any(matches(s.name, (p,)) for s in found) and not any(matches(n, (p,)) for n in left_out)]
+    if unused:
+        raise unknown("space to skip", unused[0], [s.name for s in found])
+    sound, failed = _proven(model, example, spaces)
+    left_out |= failed
+    if not sound:
+        raise FairprunerError(
+            f"There is nothing to prune in {type(model).__name__}: "
+            + ("; ".join(f"{n}: {r}" for n, r in list(left_out.items())[:5]) or "no weight writes what another reads")
+            + "."
+        )
+    return Spaces(tuple(sound), left_out, cost_model(seen, sound, model), fingerprint(model))
+
+
+def _proven(model: nn.Module, example: Any, spaces: Sequence[UnitSpace]) -> tuple[list[UnitSpace], dict[str, str]]:
+    """The spaces whose cut was seen to be right, some of them coupled to be so, and name -> reason for the others."""
+    failed = verify(model, example, spaces)
+    coupled = couple([space for space in spaces if space.name in failed])
+    wrong = verify(model, example, [space for space, _ in coupled])
+    right = {space.name: space for space, _ in coupled if space.name not in wrong}
+    absorbed = {name for space, names in coupled if space.name in right for name in names}
+    sound = [right.get(space.name, space) for space in spaces if space.name in right or space.name not in failed]
+    left_out = {name: reason for name, reason in failed.items() if name not in absorbed}
+    if right:  # seen to be right alone: now once more among all
+        late = verify(model, example, sound)
+        sound, left_out = [space for space in sound if space.name not in late], left_out | late
+    return sound, left_out

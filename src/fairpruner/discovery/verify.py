@@ -1,0 +1,132 @@
+"""The proof of a space: on the example, the masked model and the cut model compute the same."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from ..calling import call, evaluating, tensors_of
+from ..surgery import copy_with, cut_units, mask_units
+from ..types import Ints, UnitSpace
+
+# A right cut differs by rounding alone. float32 is fast and settles nearly all; what it does not settle float64 decides;
+# a model that runs in neither is tried in its own type.
+PRECISIONS: tuple[tuple[torch.dtype | None, float], ...] = ((torch.float32, 1e-4), (torch.float64, 1e-9), (None, 1e-2))
+
+Removed = dict[str, Ints]
+
+
+def verify(model: nn.Module, example: Any, spaces: Sequence[UnitSpace]) -> dict[str, str]:
+    """Name -> reason for each space whose cut fails or differs from its mask; all are tried together, then by halves."""
+    check = Check(model, example, spaces)
+    failed: dict[str, str] = {}
+
+    def examine(part: Sequence[UnitSpace]) -> None:
+        reason = check.difference(part)
+        if reason and len(part) == 1:
+            failed[part[0].name] = reason
+        elif reason:
+            examine(part[: len(part) // 2])
+            examine(part[len(part) // 2 :])
+
+    examine(spaces)
+    while failed:
+        sound = [s for s in spaces if s.name not in failed]
+        reason = check.difference(sound)
+        if not reason:
+            break
+        # Right one by one, wrong together: the first whose joining makes the others fail goes.
+        good, bad = 0, len(sound)
+        while bad - good > 1:
+            middle = (good + bad) // 2
+            good, bad = (good, middle) if check.difference(sound[:middle]) else (middle, bad)
+        failed[sound[bad - 1].name] = f"together with others, {reason}"
+    return failed
+
+
+class Check:
+    """Compares mask and cut, with other numbers of units gone from each of the given spaces."""
+
+    def __init__(self, model: nn.Module, example: Any, spaces: Sequence[UnitSpace]) -> None:
+        rng = np.random.default_rng(0)
+        depths = [int(rng.integers(1, max(1, min(s.size - s.min_keep, 2 * s.size // 3)) + 1)) for s in spaces]
+        everywhere: Removed = {s.name: rng.permutation(s.size)[:depth] for s, depth in zip(spaces, depths, strict=True)}
+        # Neighbours often share a tensor that the code splits: sizes that only fit while both lose the same must not pass.
+        elsewhere: Removed = {s.name: everywhere[s.name] for s in spaces[1::2]}
+        self._rounds = (everywhere, elsewhere)
+        self._example = example
+        self._lively = cache(lambda dtype: copy_with(model, partial(lively, dtype=dtype)))
+
+    def difference(self, spaces: Sequence[UnitSpace]) -> str:
+        """Why mask and cut do not agree, or nothing."""
+        wanted = [{s.name: removed[s.name] for s in spaces if s.name in removed} for removed in self._rounds]
+        return next((reason for removed in wanted if removed and (reason := self._disagreement(spaces, removed))), "")
+
+    def _disagreement(self, spaces: Sequence[UnitSpace], removed: Removed) -> str:
+        reason = ""
+        for dtype, tolerance in PRECISIONS:
+            model = self._lively(dtype)
+            inputs = tree_map_only(torch.Tensor, partial(_cast, dtype=dtype), self._example)
+            try:
+                small = _outputs(cut_units(model, spaces, removed), inputs)
+            except Exception as error:
+                reason = f"a cut model cannot run: {_brief(error)}"
+                if self._runs(dtype, inputs):
+                    break
+                continue
+            reason = _compare(_outputs(mask_units(model, spaces, removed), inputs), small, tolerance)
+            if not reason or dtype is torch.float64:
+                break
+        return reason
+
+    def _runs(self, dtype: torch.dtype | None, inputs: Any) -> bool:
+        """Whether the uncut model runs in this type at all."""
+        try:
+            _outputs(self._lively(dtype), inputs)
+        except Exception:
+            return False
+        return True
+
+
+def lively(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """Random weights that keep the signal alive: under tiny or dead weights a wrong cut would look right."""
+    if not tensor.is_floating_point():
+        return tensor
+    noise = torch.rand(tensor.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())), dtype=torch.float32)
+    # Scales and variances near one; matrices with variance 2 / fan-in.
+    fresh = noise + 0.5 if tensor.ndim < 2 else (noise - 0.5) * (24 / tensor[0].numel()) ** 0.5
+    return fresh.to(device=tensor.device, dtype=dtype or tensor.dtype)
+
+
+def _cast(value: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    return value.to(dtype) if dtype is not None and value.is_floating_point() else value
+
+
+def _outputs(model: nn.Module, inputs: Any) -> list[torch.Tensor]:
+    with evaluating(model), torch.no_grad():
+        return list(tensors_of(call(model, inputs)))
+
+
+def _compare(masked: list[torch.Tensor], small: list[torch.Tensor], tolerance: float) -> str:
+    if [t.shape for t in masked] != [t.shape for t in small]:
+        return f"a cut changes the output's shape from {[tuple(t.shape) for t in masked]} to {[tuple(t.shape) for t in small]}"
+    for a, b in zip(masked, small, strict=True):
+        if not a.is_floating_point() or not a.numel():
+            continue
+        if not a.isfinite().all():
+            return "the output on the example is not finite, so that nothing can be verified"
+        difference, scale = float((a - b).abs().max()), float(a.abs().max())
+        if not difference <= tolerance * scale:
+            return f"mask and cut differ by {difference:.2g} where the output is {scale:.2g}"
+    return ""
+
+
+def _brief(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"

@@ -1,0 +1,122 @@
+"""Score: spaces + calibration data -> removal and protection numbers, in one forward and backward over the data for all signals."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .batches import Batch, Loss, forward, in_halves, progress, read_batches
+from .calibration import Calibration, thawed
+from .calling import evaluating
+from .errors import FairprunerError
+from .fingerprint import fingerprint
+from .observing import LastInput
+from .signals.base import Asked, Reading, Role, Signal, Task, resolve
+from .signals.classes import ClassGroups, group_classes
+from .types import Floats, Scores, Spaces
+
+
+def score(
+    model: nn.Module,
+    data: Iterable[Any],
+    *,
+    spaces: Spaces | None = None,
+    loss: Loss | None = None,
+    removal: Asked = "wasserstein",
+    protection: Asked = "taylor",
+    groups: int | None = None,
+    seed: int = 0,
+) -> Scores:
+    """Give every unit a removal number (the paper's U-Score) and a protection number (its R-Score); the model stays as it is.
+
+    `data` yields batches: (input, label) or dicts. `loss(output, label)` is a mean over the batch, cross-entropy
+    on the logits by default. `removal` and `protection` name one signal or several, of which the first is active.
+    `groups` compares groups of similar classes in place of single classes.
+
+    >>> from fairpruner.discovery import discover
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> data = [(torch.randn(16, 4), torch.arange(16) % 2) for _ in range(2)]
+    >>> scores = score(net, data, spaces=discover(net, torch.zeros(1, 4)))
+    >>> scores.samples, scores.active, scores.removal["0"].shape
+    (32, ('wasserstein', 'taylor'), (8,))
+    """
+    asked: dict[Role, tuple[Signal, ...]] = {"removal": resolve("removal", removal), "protection": resolve("protection", protection)}
+    signals = _distinct(asked)
+    # Loaders draw from the random state too, so reading the data is part of what is undone.
+    with torch.inference_mode(False), torch.enable_grad(), evaluating(model):
+        device = next(itertools.chain(model.parameters(), model.buffers()), torch.empty(0)).device
+        grouping = _group(model, data, device, groups, seed) if groups is not None else None
+        batches = read_batches(data, device)
+        first = next(batches, None)
+        if first is None:
+            raise FairprunerError("The data holds no samples: give a loader, or a list of batches, that yields at least one.")
+        spaces = _spaces(model, spaces, first)
+        calibration = Calibration(model, spaces, loss, signals, grouping)
+        with thawed(calibration.weights.values()):
+            expected = calibration.look(first)
+            classes = expected if groups is None else groups
+            meters = {role: {s.name: s.start(Task(model, spaces, role, classes, seed)) for s in asked[role]} for role in asked}
+            samples = 0
+            with progress("scoring", data) as advance:
+                for half, batch in in_halves(itertools.chain([first], batches)) if calibration.needs else ():
+                    calibration.step(batch, half, [(name, meter) for by_name in meters.values() for name, meter in by_name.items()])
+                    samples += batch.size
+                    advance(batch.size)
+        with torch.autocast(device.type, enabled=False):
+            readings = {role: {name: meter.read() for name, meter in meters[role].items()} for role in meters}
+    loss_name = "cross_entropy" if loss is None else getattr(loss, "__name__", type(loss).__name__)
+    return _scores(spaces, readings, samples, {"seed": seed, "groups": groups, "loss": loss_name})
+
+
+def _distinct(asked: Mapping[Role, Sequence[Signal]]) -> list[Signal]:
+    """All signals; one name may serve both roles only for signals that see no data, which have no halves to confuse."""
+    signals = [signal for of_role in asked.values() for signal in of_role]
+    seen = [signal.name for signal in signals if signal.needs]
+    if len(set(seen)) != len(seen):
+        raise FairprunerError(f"A removal and a protection signal share a name, found {sorted(seen)}: rename one.")
+    return signals
+
+
+def _spaces(model: nn.Module, spaces: Spaces | None, first: Batch) -> Spaces:
+    """The spaces to score, found from the first sample if none are given, and checked to be the model's own."""
+    if spaces is None:
+        from .discovery import discover  # a stage calls another only here, for the caller's convenience
+
+        spaces = discover(model, first.rows(0, 1).inputs)
+    if spaces.fingerprint != fingerprint(model):
+        raise FairprunerError(
+            f"The spaces belong to another model: their fingerprint is {spaces.fingerprint}, this {type(model).__name__} has {fingerprint(model)}. Discover them again."
+        )
+    if not len(spaces):
+        raise FairprunerError(f"There is nothing to score in {type(model).__name__}: no spaces were given, and {len(spaces.left_out)} were left out.")
+    return spaces
+
+
+def _group(model: nn.Module, data: Iterable[Any], device: torch.device, groups: int, seed: int) -> ClassGroups:
+    """Cluster the classes by their mean penultimate features, in a forward pass of its own."""
+    if isinstance(data, Iterator):
+        raise FairprunerError(
+            f"groups={groups} needs to read the data twice, and a {type(data).__name__} can be read once: give a loader or a list of batches."
+        )
+
+    def features() -> Iterator[tuple[Tensor, Tensor]]:
+        with progress("grouping classes", data) as advance, torch.no_grad():
+            for batch in read_batches(data, device):
+                with LastInput() as last:
+                    forward(model, batch)
+                advance(batch.size)
+                yield last.features(batch.size), batch.class_labels()
+
+    return group_classes(features(), groups, seed)
+
+
+def _scores(spaces: Spaces, readings: Mapping[Role, Mapping[str, Reading]], samples: int, settings: Mapping[str, Any]) -> Scores:
+    values: dict[Role, dict[str, Mapping[str, Floats]]] = {role: {name: r.scores for name, r in by_name.items()} for role, by_name in readings.items()}
+    several = {name: reading for by_name in readings.values() for name, reading in by_name.items()}
+    halves = {name: reading.halves for name, reading in several.items() if reading.halves}
+    made = {name: dict(reading.settings) for name, reading in several.items() if reading.settings}
+    return Scores(spaces, values["removal"], values["protection"], samples, halves, {**settings, **made})

@@ -1,0 +1,98 @@
+"""A bounded summary of many samples of one class: their quantile functions, column by column.
+
+Up to M samples are kept as they are. When one more comes, the M are folded away: the even and the odd ones are
+sorted apart, M/2 values each, and added to running sums of sorted chunks. The mean of sorted chunks is the vector of
+mean order statistics, which is the Wasserstein barycentre of the chunks. Folding happens after M samples of a class,
+wherever the borders of the batches lie.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Steps(NamedTuple):
+    """Step functions with cells of equal width: quantiles of all samples, of the even and of the odd ones, each [C, cells]."""
+
+    whole: Tensor
+    even: Tensor
+    odd: Tensor
+
+
+class ClassQuantiles:
+    """The quantile functions of C columns over the samples of one class, from at most M samples at a time."""
+
+    def __init__(self, columns: int, capacity: int, like: Tensor) -> None:
+        self._cells = capacity // 2
+        self._filled = 0
+        self._recent = like.new_empty(2, self._cells, columns)  # even and odd samples since the last folding
+        self._folded = 0  # how many chunks of M samples
+        self._sums = like.new_empty(0)  # [C, 2, M/2] once something was folded
+
+    def extend(self, rows: Tensor, index: Tensor) -> None:
+        """Take the rows of a matrix [N, C] that `index` [n] names, in that order."""
+        while len(index):
+            if self._filled == 2 * self._cells:
+                self._fold()
+            taken = min(2 * self._cells - self._filled, len(index))
+            for parity in (0, 1):
+                own = index[(parity - self._filled) % 2 : taken : 2]
+                start = (self._filled + 1 - parity) // 2
+                torch.index_select(rows, 0, own, out=self._recent[parity, start : start + len(own)])
+            self._filled += taken
+            index = index[taken:]
+
+    def _fold(self) -> None:
+        chunk = _columns(self._recent.flatten(0, 1)).view(-1, 2, self._cells)  # [C, 2, M/2]
+        if self._folded:
+            self._sums += sort_(chunk)
+        else:
+            self._sums = sort_(chunk)
+        self._folded += 1
+        self._filled = 0
+
+    @property
+    def cells(self) -> tuple[int, int, int]:
+        """The number of cells of each of the `steps`: one for each sample until something was folded, then M/2."""
+        even, odd = self._counts
+        return (self._cells,) * 3 if self._folded else (even + odd, even, odd)
+
+    @property
+    def _counts(self) -> tuple[int, int]:
+        return (self._filled + 1) // 2, self._filled // 2
+
+    def steps(self, columns: slice) -> Steps:
+        """The quantiles of some columns: exact until something was folded."""
+        counts = self._counts
+        recent = [_columns(self._recent[parity, :count, columns]) for parity, count in enumerate(counts)]  # [c, n] each
+        if not self._folded:
+            return Steps(sort_(torch.cat(recent, 1)), sort_(recent[0]), sort_(recent[1]))
+        sums = [self._sums[columns, parity] * self._cells for parity in (0, 1)]
+        totals = [self._folded * self._cells + count for count in counts]
+        for part, left, count in zip(sums, recent, counts, strict=True):
+            if count:
+                part += sort_(left) @ cell_averages(count, self._cells, left) * count
+        return Steps((sums[0] + sums[1]) / sum(totals), sums[0] / totals[0], sums[1] / totals[1])
+
+
+def _columns(rows: Tensor) -> Tensor:
+    """Each column as a contiguous row of a copy, [n, C] -> [C, n]."""
+    return rows.t().clone(memory_format=torch.contiguous_format)
+
+
+def sort_(rows: Tensor) -> Tensor:
+    """Sort the last dimension in place; on the CPU numpy's vectorised sort is many times faster than torch's."""
+    if rows.device.type == "cpu":
+        rows.numpy().sort(axis=-1)
+        return rows
+    return rows.sort(-1).values
+
+
+def cell_averages(cells: int, onto: int, like: Tensor) -> Tensor:
+    """The matrix [cells, onto] that turns a step function of equal cells into its exact averages over other equal cells."""
+    old, new = (torch.arange(n + 1, dtype=torch.float64) / n for n in (cells, onto))
+    overlap = torch.minimum(old[1:, None], new[None, 1:]) - torch.maximum(old[:-1, None], new[None, :-1])
+    return (overlap.clamp_(min=0) * onto).to(like)

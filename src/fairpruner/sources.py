@@ -1,0 +1,230 @@
+"""Models by name: "timm:resnet18", "torchvision:resnet50", "package.module:factory", "path/to/file.py:factory", and their weights."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import reduce
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+
+from .errors import FairprunerError, unknown
+
+Factory = Callable[[], nn.Module]
+Transform = Callable[[Any], torch.Tensor]  # a PIL image -> [3, H, W]
+
+PRETRAINED = "pretrained"  # given in place of a weights file: the zoo's own weights
+
+
+@dataclass(frozen=True)
+class Zoo:
+    """A library of named models."""
+
+    names: Callable[[ModuleType], Iterable[str]]
+    build: Callable[[ModuleType, str, bool], nn.Module]  # library, name, pretrained
+    transform: Callable[[ModuleType, str, nn.Module], Transform]  # the preprocessing its weights were trained with
+
+
+def _timm_transform(timm: ModuleType, name: str, model: nn.Module) -> Transform:
+    data = importlib.import_module("timm.data")
+    transform: Transform = data.create_transform(**data.resolve_model_data_config(model))
+    return transform
+
+
+def _torchvision_transform(torchvision: ModuleType, name: str, model: nn.Module) -> Transform:
+    transform: Transform = torchvision.models.get_model_weights(name).DEFAULT.transforms()
+    return transform
+
+
+ZOOS = {
+    "timm": Zoo(
+        names=lambda timm: timm.list_models(),
+        build=lambda timm, name, pretrained: timm.create_model(name, pretrained=pretrained),
+        transform=_timm_transform,
+    ),
+    "torchvision": Zoo(
+        names=lambda torchvision: torchvision.models.list_models(),
+        build=lambda torchvision, name, pretrained: torchvision.models.get_model(name, weights="DEFAULT" if pretrained else None),
+        transform=_torchvision_transform,
+    ),
+}
+
+
+def load_model(source: str, weights: str | Path | None = None) -> nn.Module:
+    """The model a source names, with weights from a .safetensors, .pt or .pth file, or the zoo's own ("pretrained").
+
+    >>> load_model("torch.nn:Identity")
+    Identity()
+    """
+    if weights == PRETRAINED:
+        return _build(source, pretrained=True)
+    model = _build(source)
+    if weights is not None:
+        load_weights(model, Path(weights))
+    return model
+
+
+def factory_of(source: str) -> Factory:
+    """A function that builds the model a source names, with whatever weights it starts from.
+
+    >>> factory_of("torch.nn:Identity")()
+    Identity()
+    """
+    return lambda: _build(source)
+
+
+def is_zoo(source: str) -> bool:
+    """Whether a source names a model of a zoo, whose weights are random unless given."""
+    return source.partition(":")[0] in ZOOS
+
+
+def transform_of(source: str, model: nn.Module) -> Transform | None:
+    """The preprocessing that a zoo prescribes for one of its models; None for a model of one's own."""
+    library, _, name = source.partition(":")
+    return ZOOS[library].transform(_import_zoo(library), name, model) if library in ZOOS else None
+
+
+def input_shape_of(source: str, model: nn.Module) -> tuple[int, ...] | None:
+    """The shape of one input, [C, H, W], that a zoo prescribes for one of its models; None for a model of one's own."""
+    transform = transform_of(source, model)
+    if transform is None:
+        return None
+    from PIL import Image  # every zoo needs it too
+
+    try:
+        return tuple(transform(Image.new("RGB", (256, 256))).shape)
+    except Exception as error:  # video and other models take no image
+        raise FairprunerError(f"{source} does not say the shape of its input: give it, such as 3,224,224.") from error
+
+
+def _build(source: str, pretrained: bool = False) -> nn.Module:
+    library, _, name = source.partition(":")
+    if library == "hf":
+        raise FairprunerError(
+            f"Source {source!r}: Hugging Face models cannot be named yet; write a function that builds yours and give path/to/file.py:function."
+        )
+    if pretrained and library not in ZOOS:
+        raise FairprunerError(f"Source {source!r} has no weights of its own: {PRETRAINED!r} works with {', '.join(ZOOS)}; give a weights file.")
+    build = _zoo_factory(library, name, pretrained) if library in ZOOS else resolve(source)
+    if not callable(build):
+        raise FairprunerError(f"Source {source!r} is a {type(build).__name__}, expected a function that builds a model.")
+    try:
+        model = build()
+    except Exception as error:
+        raise FairprunerError(f"Source {source!r} did not build a model: {type(error).__name__}: {error}") from error
+    if not isinstance(model, nn.Module):
+        raise FairprunerError(f"Source {source!r} built a {type(model).__name__}, expected a torch.nn.Module.")
+    return model
+
+
+def _zoo_factory(library: str, name: str, pretrained: bool) -> Factory:
+    zoo, module = ZOOS[library], _import_zoo(library)
+    names = set(zoo.names(module))
+    if name.partition(".")[0] not in names:  # timm appends the weights' tag after a dot
+        close = get_close_matches(name, names, n=1)
+        raise FairprunerError(f"{library} has no model {name!r}{f': did you mean {close[0]!r}?' if close else '.'}")
+    return lambda: zoo.build(module, name, pretrained)
+
+
+def _import_zoo(library: str) -> ModuleType:
+    try:
+        return importlib.import_module(library)
+    except ModuleNotFoundError as error:
+        raise FairprunerError(f"Source {library!r} needs a package that is not installed ({error.name}): pip install 'fairpruner[{library}]'.") from error
+    except Exception as error:  # a build that does not fit this torch fails in many ways
+        raise FairprunerError(f"{library} is installed but does not import ({error}): install the build that fits torch {torch.__version__}.") from error
+
+
+def resolve(source: str) -> Any:
+    """The object that "package.module:name" or "path/to/file.py:name" names.
+
+    >>> resolve("math:pi")
+    3.141592653589793
+    """
+    place, _, name = source.rpartition(":")
+    if not place or not name:
+        raise FairprunerError(
+            f"Source {source!r} names no function: expected {', '.join(f'{zoo}:name' for zoo in ZOOS)}, package.module:function or path/to/file.py:function."
+        )
+    try:
+        module = _run_file(Path(place)) if place.endswith(".py") else _import_module(place)
+    except FairprunerError:
+        raise
+    except Exception as error:  # the user's own code may raise anything
+        raise FairprunerError(f"Source {source!r}: {place} does not import: {type(error).__name__}: {error}") from error
+    try:
+        return reduce(getattr, name.split("."), module)
+    except AttributeError:
+        raise unknown(f"function of {place}", name, [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]) from None
+
+
+def _import_module(name: str) -> ModuleType:
+    _importable(Path.cwd())  # a console script does not look there, `python -m` does
+    return importlib.import_module(name)
+
+
+def _run_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise FairprunerError(f"No file {path}.")
+    _importable(path.resolve().parent)  # so that its neighbours can be imported, as when it is run
+    loader = SourceFileLoader(path.stem, str(path))
+    module = ModuleType(path.stem)
+    module.__file__ = str(path)
+    loader.exec_module(module)
+    return module
+
+
+def _importable(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+def load_weights(model: nn.Module, path: Path) -> None:
+    """Copy a checkpoint into the model: every tensor of the model is given one of the same name and shape, and none is left over."""
+    found = _read_weights(path)
+    expected = model.state_dict(keep_vars=True)
+    filled = {id(expected[name]) for name in found if name in expected}  # a tied tensor may be stored under one of its names only
+    problems = {
+        "missing": [name for name, tensor in expected.items() if name not in found and id(tensor) not in filled],
+        "unexpected": [name for name in found if name not in expected],
+        "of another shape": [f"{n} {list(t.shape)} for {list(expected[n].shape)}" for n, t in found.items() if n in expected and t.shape != expected[n].shape],
+    }
+    if any(problems.values()):
+        listed = "; ".join(f"{len(names)} {what} ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})" for what, names in problems.items() if names)
+        raise FairprunerError(f"Weights {path} do not fit {type(model).__name__}: {listed}.")
+    model.load_state_dict(found, strict=False)
+
+
+def _read_weights(path: Path) -> dict[str, torch.Tensor]:
+    if not path.is_file():
+        raise FairprunerError(f"No weights file {path}.")
+    readers: dict[str, Callable[[Path], Any]] = {".safetensors": load_file, ".pt": _read_checkpoint, ".pth": _read_checkpoint}
+    if path.suffix not in readers:
+        raise unknown("kind of weights file", path.suffix, readers)
+    try:
+        content = readers[path.suffix](path)
+    except pickle.UnpicklingError as error:
+        raise FairprunerError(f"Weights {path} hold more than tensors, which could run code: save model.state_dict() instead.") from error
+    except (SafetensorError, RuntimeError, EOFError, OSError) as error:
+        raise FairprunerError(f"Weights {path} cannot be read: {error}") from error
+    for wrapper in ("state_dict", "model"):
+        if isinstance(content, Mapping) and isinstance(content.get(wrapper), Mapping):
+            content = content[wrapper]
+    if not isinstance(content, Mapping) or not all(isinstance(tensor, torch.Tensor) for tensor in content.values()):
+        raise FairprunerError(f"Weights {path} hold no state_dict: expected a mapping of names to tensors, alone or under 'state_dict' or 'model'.")
+    return dict(content)
+
+
+def _read_checkpoint(path: Path) -> Any:
+    return torch.load(path, map_location="cpu", weights_only=True)

@@ -1,0 +1,147 @@
+"""Cut and mask: the same plan applied physically, and as zeros in a full-size model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+
+import numpy as np
+import torch
+from torch import nn
+
+from .errors import FairprunerError
+from .fingerprint import fingerprint
+from .types import Ints, Plan, UnitSpace
+
+Change = Callable[[str, torch.Tensor], torch.Tensor]
+
+
+def cut(model: nn.Module, plan: Plan) -> nn.Module:
+    """A smaller model of the same classes without the plan's units; the model given is untouched.
+
+    >>> import fairpruner as fp
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> spaces = fp.discover(net, torch.zeros(1, 4))
+    >>> small = fp.cut(net, fp.Plan.removing(spaces, {"0": (1, 5)}))
+    >>> small[0]
+    Linear(in_features=4, out_features=6, bias=True)
+    """
+    _check(model, plan)
+    return cut_units(model, plan.spaces, plan.removed)
+
+
+def mask(model: nn.Module, plan: Plan) -> nn.Module:
+    """A full-size copy in which nothing reads the plan's units: it computes what `cut` computes."""
+    _check(model, plan)
+    return mask_units(model, plan.spaces, plan.removed)
+
+
+def _check(model: nn.Module, plan: Plan) -> None:
+    found = fingerprint(model)
+    if found != plan.spaces.fingerprint:
+        raise FairprunerError(
+            f"The plan belongs to another model: {type(model).__name__} has the fingerprint {found}, the plan expects {plan.spaces.fingerprint}. Score and allocate this model, or give the original one."
+        )
+
+
+def cut_units(model: nn.Module, spaces: Iterable[UnitSpace], removed: Mapping[str, Iterable[int]]) -> nn.Module:
+    """`cut` for any units of any spaces."""
+    gone: dict[tuple[str, int], list[np.ndarray]] = {}
+    counts: dict[tuple[str, str], list[np.ndarray]] = {}
+    for space in spaces:
+        units = _units(space, removed)
+        for part in space.slices if units.size else ():
+            gone.setdefault((part.tensor, part.dim), []).append(np.isin(part.owner, units))
+        for count in space.counts if units.size else ():
+            counts.setdefault((count.module, count.attribute), []).append(np.isin(count.owner, units))
+    keep: dict[str, dict[int, Ints]] = {}
+    for (tensor, dim), masks in gone.items():
+        keep.setdefault(tensor, {})[dim] = np.flatnonzero(~np.logical_or.reduce(masks))
+
+    def narrow(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        for dim, indices in keep.get(name, {}).items():
+            tensor = tensor.index_select(dim, torch.from_numpy(indices).to(tensor.device))
+        return tensor
+
+    small = copy_with(model, narrow)
+    for (module, attribute), masks in counts.items():
+        setattr(small.get_submodule(module), attribute, int((~np.logical_or.reduce(masks)).sum()))
+    _true_attributes(model, small)
+    return small
+
+
+def mask_units(model: nn.Module, spaces: Iterable[UnitSpace], removed: Mapping[str, Iterable[int]]) -> nn.Module:
+    """`mask` for any units of any spaces: zero on the read side, since a bias or a norm would bring a zeroed filter back."""
+    zero: dict[str, list[tuple[int, Ints]]] = {}
+    for space in spaces:
+        units = _units(space, removed)
+        for part in space.slices_of("read"):
+            zero.setdefault(part.tensor, []).append((part.dim, np.flatnonzero(np.isin(part.owner, units))))
+
+    def silence(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        for dim, indices in zero.get(name, ()):
+            tensor = tensor.index_fill(dim, torch.from_numpy(indices).to(tensor.device), 0)
+        return tensor
+
+    return copy_with(model, silence)
+
+
+def _units(space: UnitSpace, removed: Mapping[str, Iterable[int]]) -> Ints:
+    return np.fromiter(removed.get(space.name, ()), dtype=np.int64)
+
+
+def copy_with(model: nn.Module, change: Change) -> nn.Module:
+    """A deep copy whose tensors are changed on the way, so that the unchanged full-size copy never exists."""
+    memo: dict[int, object] = {}
+    with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            fresh = change(name, tensor.detach())
+            fresh = fresh.clone() if fresh.data_ptr() == tensor.data_ptr() else fresh.contiguous()
+            memo[id(tensor)] = nn.Parameter(fresh, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fresh
+    return copy.deepcopy(model, memo)
+
+
+# Which attribute tells the length of which side of the module's weight. A transposed convolution has its sides the other
+# way round, a grouped one tells `in` per group; `first` and `second` are dimensions of a matrix, whatever they mean.
+ATTRIBUTES: dict[str, str] = {
+    "out_channels": "out",
+    "out_features": "out",
+    "in_channels": "in",
+    "in_features": "in",
+    "num_features": "all",
+    "num_channels": "all",
+    "num_parameters": "all",
+    "normalized_shape": "all",
+    "embedding_dim": "second",
+    "nx": "first",
+    "nf": "second",
+}
+
+
+def _true_attributes(before: nn.Module, after: nn.Module) -> None:
+    """Make the size attributes of every module whose weight changed say the new sizes."""
+    old_modules = dict(before.named_modules())
+    for name, module in after.named_modules():
+        old, new = _sizes(old_modules[name]), _sizes(module)
+        for attribute, side in ATTRIBUTES.items():
+            if side not in old or old[side] == new[side]:
+                continue
+            value = getattr(module, attribute, None)
+            if value == old[side]:
+                setattr(module, attribute, new[side])
+            elif value == (old[side],):
+                setattr(module, attribute, (new[side],))
+
+
+def _sizes(module: nn.Module) -> dict[str, int]:
+    """Lengths of a module's weight by side; without a weight, of its statistics."""
+    weight = getattr(module, "weight", None)
+    weight = weight if isinstance(weight, torch.Tensor) else getattr(module, "running_mean", None)
+    if not isinstance(weight, torch.Tensor) or weight.ndim == 0:
+        return {}
+    if weight.ndim == 1:
+        return {"all": weight.shape[0]}
+    first, second = weight.shape[:2]
+    groups = getattr(module, "groups", 1)
+    inner, outer = (first, second * groups) if getattr(module, "transposed", False) else (second * groups, first)
+    return {"in": inner, "out": outer, "first": first, "second": second}

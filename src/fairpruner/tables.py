@@ -1,0 +1,125 @@
+"""What the command line prints: each result once as a rich table and once as plain JSON values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from .costs import predict
+from .demo import BUDGETS, FINE_TUNING_EPOCHS, Outcome
+from .diagnostics import spearman
+from .types import METRICS, Plan, Scores, Spaces
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One result in both forms."""
+
+    table: RenderableType
+    json: Mapping[str, Any]
+
+
+def table_of(title: str, columns: Sequence[str], rows: Iterable[Iterable[object]], notes: Iterable[str] = ()) -> Group:
+    """A title, a table whose first column is to the left and the others to the right, and notes below."""
+    table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
+    for position, column in enumerate(columns):
+        table.add_column(column, justify="right" if position else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*map(str, row))
+    return Group(title, table, *notes)
+
+
+def show_spaces(spaces: Spaces) -> Shown:
+    """What can be removed, and what was left out."""
+    costs = predict(spaces, {})
+    items = [{"name": s.name, "kind": s.kind, "size": s.size, "min_keep": s.min_keep, "tensors": len({p.tensor for p in s.slices})} for s in spaces]
+    table = table_of(
+        f"{len(spaces)} spaces, {costs['units']:,} units in {costs['params']:,} params and {costs['flops']:,} FLOPs (MACs)",
+        ("space", "kind", "units", "keeps at least", "tensors"),
+        [item.values() for item in items],
+        notes=[f"Left out {name}: {reason}" for name, reason in spaces.left_out.items()],
+    )
+    return Shown(table, {"spaces": items, "left_out": dict(spaces.left_out), "original": costs, "fingerprint": spaces.fingerprint})
+
+
+def show_scores(scores: Scores, place: str) -> Shown:
+    """What was scored, by which signals, and how well two disjoint halves of the data agree on the ranking."""
+    signals = list(scores.halves)
+    stability = {s.name: {signal: spearman(*by_space[s.name]) for signal, by_space in scores.halves.items() if s.name in by_space} for s in scores.spaces}
+    table = table_of(
+        f"{place}: {scores.samples:,} samples, removal {', '.join(scores.removals)}, protection {', '.join(scores.protections)}",
+        ("space", "kind", "units", *(f"stability of {signal}" for signal in signals)),
+        [(s.name, s.kind, s.size, *(_decimal(stability[s.name].get(signal)) for signal in signals)) for s in scores.spaces],
+        notes=["Stability: rank correlation of the scores from two disjoint halves of the data."] if signals else [],
+    )
+    items = [{"name": s.name, "kind": s.kind, "size": s.size, "stability": stability[s.name]} for s in scores.spaces]
+    summary = {"samples": scores.samples, "removal": list(scores.removals), "protection": list(scores.protections), "settings": dict(scores.settings)}
+    return Shown(table, {"file": place, **summary, "spaces": items})
+
+
+def show_plan(plan: Plan, place: str) -> Shown:
+    """How much of each space and of each metric is kept."""
+    items = [{"name": s.name, "kind": s.kind, "size": s.size, "kept": s.size - plan.depths[s.name]} for s in plan.spaces]
+    table = table_of(
+        f"{place}: {describe_plan(plan)}",
+        ("space", "kind", "units", "kept"),
+        [item.values() for item in items],
+        notes=[f"{metric}: {plan.original[metric]:,} → {plan.predicted[metric]:,}" for metric in plan.predicted],
+    )
+    return Shown(table, {"file": place, **plan_facts(plan), "spaces": items})
+
+
+def show_sweep(plans: Sequence[Plan], amounts: Sequence[float | int], metric: str) -> Shown:
+    """One line per budget."""
+    table = table_of(
+        f"Budgets of {metric}",
+        ("asked", "tolerance", *(f"{m} kept" for m in METRICS)),
+        [(amount, _decimal(p.alpha, 4), *(f"{p.predicted[m]:,} ({p.share(m):.1%})" for m in METRICS)) for amount, p in zip(amounts, plans, strict=True)],
+    )
+    return Shown(table, {"metric": metric, "plans": [{"asked": amount, **plan_facts(plan)} for amount, plan in zip(amounts, plans, strict=True)]})
+
+
+def show_demo(outcome: Outcome, place: str) -> Shown:
+    """The plan's table, the accuracies, other budgets, and how to go on."""
+    before, after = outcome.plan.original, outcome.plan.predicted
+    lines = [
+        f"Accuracy on the test digits: {outcome.original:.1%} → {outcome.cut:.1%} when cut → {outcome.trained:.1%} after {FINE_TUNING_EPOCHS} epochs of fine-tuning",
+        f"FLOPs (MACs): {before['flops']:,} → {after['flops']:,}; params: {before['params']:,} → {after['params']:,}",
+        "",
+        f"{len(outcome.others)} other budgets from the same scores took {1000 * outcome.seconds:.1f} ms:",
+    ]
+    follow = [
+        f"Files are in {place}: digits.npz, net.safetensors, scores.safetensors and the pruned model in {place}/pruned. Go on with",
+        f"  fairpruner sweep {place}/scores.safetensors",
+        f"  fairpruner info {place}/pruned",
+    ]
+    others = show_sweep(outcome.others, BUDGETS, "flops")
+    content = {
+        "folder": place,
+        "accuracy": {"original": outcome.original, "cut": outcome.cut, "trained": outcome.trained},
+        "plan": {**plan_facts(outcome.plan), **outcome.diagnosis.to_json()},
+        "sweep": others.json,
+        "sweep_seconds": outcome.seconds,
+    }
+    return Shown(Group(outcome.diagnosis, *lines, others.table, *follow), content)
+
+
+def plan_facts(plan: Plan) -> dict[str, Any]:
+    """A plan's numbers without its units."""
+    shares = {metric: plan.share(metric) for metric in METRICS}
+    return {"rule": plan.rule, "alpha": plan.alpha, "exact": plan.exact, "original": dict(plan.original), "predicted": dict(plan.predicted), "share": shares}
+
+
+def describe_plan(plan: Plan) -> str:
+    """The rule, the tolerance and the kept shares, in one line."""
+    tolerance = "" if plan.alpha is None else f" at tolerance {plan.alpha:.3g}"
+    return f"{plan.rule}{tolerance} keeps " + ", ".join(f"{plan.share(metric):.1%} of {metric}" for metric in METRICS)
+
+
+def _decimal(number: float | None, digits: int = 2) -> str:
+    return "–" if number is None else f"{number:.{digits}f}"

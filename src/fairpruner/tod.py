@@ -1,0 +1,57 @@
+"""Tolerance of Difference: two rankings of the same units in, their conflict curve out (numpy only)."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from .errors import FairprunerError
+from .types import ConflictCurve, Floats, Ints
+
+
+def conflict_curve(removal: ArrayLike, protection: ArrayLike) -> ConflictCurve:
+    """How many of the m first units to remove, [J], are among the m first to protect, [J], for every m: the paper's ToD.
+
+    >>> curve = conflict_curve([1, 2, 3, 4], [10, 20, 30, 40])
+    >>> curve.overlaps.tolist(), curve.depth(0.0)
+    ([0, 0, 0, 2, 4], 2)
+    """
+    u, r = _vector(removal, "Removal"), _vector(protection, "Protection")
+    if u.size != r.size:
+        raise FairprunerError(f"Removal scores {u.size} units and protection {r.size}: give both for the same units of one space.")
+    # A unit lies in both sets of size m from the moment that the later of its two ranks is reached.
+    later = np.maximum(_ranks(_ascending(u)), _ranks(_ascending(-r)))  # [J], 1..J
+    return ConflictCurve(np.cumsum(np.bincount(later, minlength=u.size + 1)))
+
+
+def removal_order(removal: ArrayLike) -> Ints:
+    """The units in the order in which they go, [J]: by (U, j), so ties go from the lowest index on.
+
+    >>> removal_order([0.5, 0.1, 0.5]).tolist()
+    [1, 0, 2]
+    """
+    return _ascending(_vector(removal, "Removal"))
+
+
+def _ascending(values: Floats) -> Ints:
+    return np.argsort(values, kind="stable").astype(np.int64, copy=False)
+
+
+def _ranks(order: Ints) -> Ints:
+    """Rank 1..J of each unit in an order of units."""
+    ranks = np.empty_like(order)
+    ranks[order] = np.arange(1, order.size + 1)
+    return ranks
+
+
+def _vector(values: ArrayLike, what: str) -> Floats:
+    try:
+        vector = np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise FairprunerError(f"{what} scores must be numbers, one per unit: {error}") from error
+    if vector.ndim != 1 or vector.size == 0:
+        raise FairprunerError(f"{what} scores have the shape {list(vector.shape)}, expected one number per unit and at least one unit.")
+    bad = int((~np.isfinite(vector)).sum())
+    if bad:
+        raise FairprunerError(f"{what} scores hold {bad} of {vector.size} values that are NaN or infinite: score again without them.")
+    return vector

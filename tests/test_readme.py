@@ -1,0 +1,76 @@
+"""The documents' own code runs, their links lead somewhere, and the examples work."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fairpruner.demo import Digits, build
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(document: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", document.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("document", [d for d in DOCUMENTS if blocks(d, "python")], ids=lambda d: d.name)
+def test_python_blocks_run_one_after_the_other(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    digits = Digits.load()[0]
+    names: dict[str, Any] = {"model": build().eval(), "build": build, "data": [(digits.x[:64], digits.y[:64])] * 2, "example": torch.rand(1, 1, 8, 8)}
+    for number, block in enumerate(blocks(document, "python")):
+        exec(compile(block, f"{document.name}, python block {number}", "exec"), names)
+
+
+@pytest.mark.parametrize("document", [d for d in DOCUMENTS if blocks(d, "sh")], ids=lambda d: d.name)
+def test_shell_blocks_run(document: Path, tmp_path: Path) -> None:
+    command = tmp_path / "bin" / "fairpruner"
+    command.parent.mkdir()
+    command.write_text(f"#!{sys.executable}\nfrom fairpruner.cli import app\napp()\n")
+    command.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{command.parent}:{os.environ['PATH']}"}
+    for block in blocks(document, "sh"):
+        # The set-up itself is what runs this test: its lines are looked at, not run.
+        targets = re.findall(r"^make (\w+)", block, re.MULTILINE)
+        assert all(re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE) for target in targets)
+        lines = [line for line in block.splitlines() if not line.startswith("make ")]
+        done = subprocess.run(["bash", "-e", "-c", "\n".join(lines)], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+
+def test_extras_that_the_readme_names_exist() -> None:
+    extras = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("[project.optional-dependencies]")[2], re.MULTILINE)
+    named = re.search(r"extras you need: (.*?)\.\n", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert named is not None
+    assert set(re.findall(r"`(\w+)`", named[1])) <= set(extras)
+
+
+def test_the_tree_in_the_readme_is_the_tree() -> None:
+    listed = set(re.findall(r"^  (\w+(?:\.py|/)) ", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE))
+    package = ROOT / "src" / "fairpruner"
+    found = {p.name for p in package.glob("*.py")} | {f"{p.name}/" for p in package.iterdir() if (p / "__init__.py").is_file()}
+    assert listed == found
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "CHANGELOG.md"], ids=lambda d: d.name)
+def test_links_lead_somewhere(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert (document.parent / target).exists(), target
+    for path in re.findall(r"`((?:examples|benchmarks|docs)/[\w./]+)`", text):
+        assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)
+def test_examples_run(example: Path, tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-W", "error", str(example)], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
