@@ -43,7 +43,14 @@ def measure(name: str) -> dict[str, object]:
             discoveries.append(seconds(lambda: fp.discover(model, example)))
     forward, discovery = statistics.median(forwards), statistics.median(discoveries)
     spaces = fp.discover(model, example)
-    return {"model": name, "forward_s": forward, "discovery_s": discovery, "forwards": discovery / forward, "spaces": len(spaces), "units": sum(s.size for s in spaces)}
+    return {
+        "model": name,
+        "forward_s": forward,
+        "discovery_s": discovery,
+        "forwards": discovery / forward,
+        "spaces": len(spaces),
+        "units": sum(s.size for s in spaces),
+    }
 
 
 def main() -> None:
@@ -54,7 +61,9 @@ def main() -> None:
         print(f"{row['model']:16} {row['forwards']:6.1f} forward passes ({row['discovery_s']:.2f} s), {row['spaces']} spaces, {row['units']} units")
     results = Path(__file__).parent / "results" / "discovery.json"
     results.parent.mkdir(exist_ok=True)
-    results.write_text(json.dumps({"command": " ".join(["python benchmarks/discovery.py", *sys.argv[1:]]), "threads": torch.get_num_threads(), "rows": rows}, indent=2) + "\n")
+    results.write_text(
+        json.dumps({"command": " ".join(["python benchmarks/discovery.py", *sys.argv[1:]]), "threads": torch.get_num_threads(), "rows": rows}, indent=2) + "\n"
+    )
 
 
 if __name__ == "__main__":

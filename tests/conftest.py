@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import hypothesis
 import pytest
 import torch
+
+os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start; two workers leave each a core
 
 hypothesis.settings.register_profile("fairpruner", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("fairpruner")

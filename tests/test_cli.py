@@ -88,7 +88,10 @@ def test_the_demos_model_can_be_loaded_and_is_as_accurate_as_it_says(made: Path)
 
 
 def test_the_demo_does_not_overwrite_unless_forced(work: Path) -> None:
-    assert "pruned already exists" in refused("demo", "-o", work)
+    assert "digits.npz already exists" in refused("demo", "-o", work)
+    (work / "mine").mkdir()
+    (work / "mine" / "net.safetensors").write_text("mine")
+    assert "net.safetensors already exists" in refused("demo", "-o", work / "mine")
     stamp = (work / "net.safetensors").stat().st_mtime_ns
     content = printed_json("demo", "-o", work, "--force")
     assert (work / "net.safetensors").stat().st_mtime_ns > stamp
@@ -243,6 +246,8 @@ def test_completion_offers_the_rules() -> None:
         (["cut", DEMO, "pruned/plan.json"], "pruned already exists"),
         (["cut", DEMO, "pruned/plan.json", "-o", ".", "--force"], "holds more than a pruned model, so --force will not replace it"),
         (["cut", DEMO, "scores.safetensors", "-o", "new"], "Cannot read scores.safetensors"),
+        (["demo", "-o", "digits.npz/demo"], "is no folder that can be written"),
+        (["score", DEMO, "--data", "nothing.npz", "-o", "digits.npz/s.safetensors"], "Cannot write digits.npz/s.safetensors"),
         (["info", "nothing"], "Cannot read nothing"),
         (["info", "digits.npz"], "Cannot read digits.npz"),
     ],

@@ -118,7 +118,7 @@ def test_what_is_read_counts_even_if_it_is_changed_in_place_later() -> None:
     inputs, labels = samples("mlp", 8)
     scores = score(model, [(inputs, labels)], spaces=spaces, removal="activation", protection="random")
     np.testing.assert_allclose(scores.removal["up"], model.up(inputs).abs().mean(0).detach(), rtol=1e-9)
-    with pytest.raises(FairprunerError, match="backward pass failed on batch 0: .*modified by an inplace operation"):
+    with pytest.raises(FairprunerError, match=r"backward pass failed on batch 0: .*modified by an inplace operation"):
         score(model, [(inputs, labels)], spaces=spaces)
 
 

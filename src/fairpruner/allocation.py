@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,16 +17,26 @@ import numpy as np
 from .costs import CostTable, predict
 from .errors import FairprunerError, unknown
 from .tod import conflict_curve, removal_order
-from .types import METRICS, Budget, Floats, Ints, Metric, Plan, Scores, UnitSpace, check_alpha
+from .types import KINDS, METRICS, Budget, Floats, Ints, Metric, Plan, Scores, UnitSpace, check_alpha
+
+MinKeep = float | Mapping[str, float]  # a count or share of every space, or one for each kind
 
 
 def allocate(
-    scores: Scores, alpha: float | None = None, *, keep: Budget | None = None, rule: str = "tod", exact: bool = False, multiple_of: int = 1, min_keep: float = 1
+    scores: Scores,
+    alpha: float | None = None,
+    *,
+    keep: Budget | None = None,
+    rule: str = "tod",
+    exact: bool = False,
+    multiple_of: int = 1,
+    min_keep: MinKeep = 1,
 ) -> Plan:
     """The plan for a tolerance (the paper's algorithm FAIR-Pruner) or for a budget (its target-budget selection of the ToD level).
 
-    `min_keep` is a count, or a share in (0, 1), of every space; what is kept of a space that loses units is a
-    multiple of `multiple_of`. `exact=True` then moves single spaces to hit the budget itself.
+    `min_keep` is a count, or a share in (0, 1), of every space, or a mapping from kinds to those; the channels or hidden
+    units kept of a space that loses any are a multiple of `multiple_of`. `exact=True` then moves single spaces to hit the
+    budget itself.
 
     >>> from fairpruner.types import CostModel, Spaces
     >>> spaces = Spaces((UnitSpace("conv", "channel", 4, slices=()),), {}, CostModel((), (), ()), fingerprint="")
@@ -47,7 +57,7 @@ def allocate(
 
 
 def sweep(
-    scores: Scores, metric: Metric, amounts: Iterable[float | int], *, rule: str = "tod", exact: bool = False, multiple_of: int = 1, min_keep: float = 1
+    scores: Scores, metric: Metric, amounts: Iterable[float | int], *, rule: str = "tod", exact: bool = False, multiple_of: int = 1, min_keep: MinKeep = 1
 ) -> list[Plan]:
     """One plan per kept amount of a metric, as `allocate` gives them, from tables that are built once.
 
@@ -149,7 +159,7 @@ class _Dial:
 class _Allocator:
     """What every plan of one rule shares: orders, curves, the dial and the costs."""
 
-    def __init__(self, scores: Scores, rule: str, multiple_of: int, min_keep: float) -> None:
+    def __init__(self, scores: Scores, rule: str, multiple_of: int, min_keep: MinKeep) -> None:
         if rule not in RULES:
             raise unknown("rule", rule, RULES)
         if not len(scores.spaces):
@@ -258,18 +268,22 @@ def _nearest(kept: Callable[[int], int], last: int, target: float) -> int:
     return _first_within(kept, last, kept(below - 1))
 
 
-def _candidates(space: UnitSpace, multiple_of: int, min_keep: float) -> Ints:
+def _candidates(space: UnitSpace, multiple_of: int, min_keep: MinKeep) -> Ints:
     """The depths that leave enough units in a space, ascending; 0 always, [C]."""
     kept = np.arange(space.size, 0, -1)  # [J], at the depths 0..J - 1
+    least = min_keep.get(space.kind, 1) if isinstance(min_keep, Mapping) else min_keep
     # Quotients compare like the fractions they round, so a share of 0.3 keeps 3 of 10.
-    enough = kept / space.size >= min_keep if isinstance(min_keep, float) else kept >= min_keep
-    allowed = enough & (kept >= space.min_keep) & (kept % multiple_of == 0)
-    return np.flatnonzero(allowed | (kept == space.size))
+    enough = kept / space.size >= least if isinstance(least, float) else kept >= least
+    even = kept % multiple_of == 0 if space.kind in ("channel", "hidden") else True  # heads and experts are wide enough already
+    return np.flatnonzero((enough & (kept >= space.min_keep) & even) | (kept == space.size))
 
 
-def _check_constraints(multiple_of: int, min_keep: float) -> None:
+def _check_constraints(multiple_of: int, min_keep: MinKeep) -> None:
     if isinstance(multiple_of, bool) or not isinstance(multiple_of, (int, np.integer)) or multiple_of < 1:
         raise FairprunerError(f"multiple_of is {multiple_of!r}, expected a whole number of at least 1.")
-    count = isinstance(min_keep, (int, np.integer)) and not isinstance(min_keep, bool) and min_keep >= 1
-    if not count and not (isinstance(min_keep, float) and 0 < min_keep < 1):
-        raise FairprunerError(f"min_keep is {min_keep!r}, expected a count of at least 1 or a share in (0, 1) of every space.")
+    for kind, least in min_keep.items() if isinstance(min_keep, Mapping) else [(None, min_keep)]:
+        if kind is not None and kind not in KINDS:
+            raise unknown("kind", kind, KINDS)
+        count = isinstance(least, (int, np.integer)) and not isinstance(least, bool) and least >= 1
+        if not count and not (isinstance(least, float) and 0 < least < 1):
+            raise FairprunerError(f"min_keep is {least!r}, expected a count of at least 1 or a share in (0, 1) of every space.")

@@ -61,15 +61,22 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode inside; afterwards every module's mode, every buffer and the random state are as they were."""
+    """Eval mode inside; afterwards every module's mode, every buffer and the random state are as they were.
+
+    The fused kernel of `nn.MultiheadAttention` is off meanwhile: it hides the projections from tracing, counting and signals.
+    """
+    fastpath = torch.backends.mha.get_fastpath_enabled()
     modes = [(module, module.training) for module in model.modules()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     with torch.random.fork_rng(devices=sorted(d.index for d in devices if d.index is not None)):
         try:
+            torch.backends.mha.set_fastpath_enabled(False)
+            model.train()  # modules that keep derived tensors (a bias table looked up once) drop them when training starts
             model.eval()
             yield
         finally:
+            torch.backends.mha.set_fastpath_enabled(fastpath)
             for module, training in modes:
                 module.training = training
             with torch.no_grad():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Iterable
@@ -19,6 +20,7 @@ import fairpruner as fp
 
 from .allocation import RULES
 from .datasets import Preprocessing, Sampling, example_of, load_data
+from .demo import DATA, PRUNED, SCORES, WEIGHTS
 from .demo import run as run_demo
 from .errors import FairprunerError
 from .sources import PRETRAINED, input_shape_of, is_zoo, load_model, transform_of
@@ -244,10 +246,10 @@ def demo(
     as_json: AsJson = False,
 ) -> None:
     """Train a small CNN on handwritten digits, score it once, and prune it to half its FLOPs."""
-    pruned = output / "pruned"
-    _check_room(pruned, force)
-    if pruned.is_dir():
-        shutil.rmtree(pruned)
+    for name in (DATA, WEIGHTS, SCORES, PRUNED):
+        _check_room(output / name, force)
+    if (output / PRUNED).is_dir():
+        shutil.rmtree(output / PRUNED)
     torch.set_num_threads(1)  # the tensors are so small that threads would only wait for each other
     _print(show_demo(run_demo(output), str(output)), as_json)
 
@@ -260,14 +262,18 @@ def _batches(source: str, net: nn.Module, data: str, sampling: Sampling, preproc
 def _trained(source: str, weights: str | None, device: str = "cpu") -> nn.Module:
     if is_zoo(source) and weights is None:
         print(f"Note: {source} has random weights here; give --weights FILE, or --weights {PRETRAINED}.", file=sys.stderr)
+    net = load_model(source, weights)
     try:
-        return load_model(source, weights).to(device)
+        return net.to(device)
     except (RuntimeError, AssertionError) as error:  # how torch refuses a device
         raise FairprunerError(f"The model cannot be put on the device {device!r}: {error}") from error
 
 
 def _check_room(path: Path, force: bool) -> None:
-    """Refuse, before any work is done, to write over what is there; a folder is replaced only if nothing but a pruned model lies in it."""
+    """Refuse before any work is done: a place that cannot be written, or one that is taken; a folder is replaced only if nothing but a pruned model is in it."""
+    nearest = next(parent for parent in path.absolute().parents if parent.exists())
+    if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
+        raise FairprunerError(f"Cannot write {path}: {nearest} is no folder that can be written.")
     full = path.is_dir() and any(path.iterdir())
     if (path.is_file() or full) and not force:
         raise FairprunerError(f"{path} already exists: choose another name, or replace it with --force.")

@@ -19,11 +19,12 @@ from .diagnostics import Diagnosis, diagnose
 from .discovery import discover
 from .errors import FairprunerError
 from .scoring import score
-from .storage import save
+from .storage import save, written_whole
 from .surgery import cut
 from .types import Budget, Plan
 
 BUDGETS = (0.75, 0.25)  # other shares of the FLOPs, to show that they come for free
+DATA, WEIGHTS, SCORES, PRUNED = "digits.npz", "net.safetensors", "scores.safetensors", "pruned"  # what it leaves in its folder
 EPOCHS, FINE_TUNING_EPOCHS = 6, 2
 
 
@@ -136,19 +137,20 @@ def run(folder: Path) -> Outcome:
     model = build()
     _say(f"Training a small CNN on {len(digits.y):,} handwritten digits …")
     train(model, digits, EPOCHS)
-    folder.mkdir(parents=True, exist_ok=True)
-    np.savez(folder / "digits.npz", x=digits.x.numpy(), y=digits.y.numpy())
-    save_file(model.state_dict(), folder / "net.safetensors")
+    with written_whole(folder / DATA) as temporary, temporary.open("wb") as file:
+        np.savez(file, x=digits.x.numpy(), y=digits.y.numpy())
+    with written_whole(folder / WEIGHTS) as temporary:
+        save_file(model.state_dict(), temporary)
 
     _say("Scoring it once …")
     scores = score(model, list(digits.batches()), spaces=discover(model, digits.x[:1]))
-    scores.save(folder / "scores.safetensors")
+    scores.save(folder / SCORES)
     _say("Pruning it to half its FLOPs …")
     plan = allocate(scores, keep=Budget("flops", 0.5))
     small = cut(model, plan)
     cut_accuracy = accuracy(small, test)
     train(small, digits, FINE_TUNING_EPOCHS)
-    save(small, plan, folder / "pruned", build=f"{__name__}:build")
+    save(small, plan, folder / PRUNED, build=f"{__name__}:build")
 
     start = perf_counter()
     others = sweep(scores, "flops", BUDGETS)

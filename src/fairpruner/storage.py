@@ -41,7 +41,7 @@ def save_scores(scores: Scores, path: str | Path) -> None:
     }
     signals = {group: list(getattr(scores, group)) for group in SIGNALS}  # the first of each is the active one
     content = {"samples": scores.samples, "settings": dict(scores.settings), "signals": signals, "spaces": spaces_to_json(scores.spaces)}
-    with _written_whole(path) as temporary:
+    with written_whole(path) as temporary:
         _write_tensors(temporary, "scores", content, tensors)
 
 
@@ -66,7 +66,7 @@ def _key(group: str, signal: str, space: str) -> str:
 
 def save_plan(plan: Plan, path: str | Path) -> None:
     """Write a plan to one readable JSON file, which is enough for `cut`."""
-    with _written_whole(path) as temporary:
+    with written_whole(path) as temporary:
         _write_plan(plan, temporary)
 
 
@@ -97,11 +97,10 @@ def save(small: nn.Module, plan: Plan, folder: str | Path, *, build: str | None 
     folder = Path(folder)
     if folder.is_dir() and any(folder.iterdir()):
         raise FairprunerError(f"Folder {folder} already exists and is not empty: choose another name, or remove it first.")
-    with _written_whole(folder) as temporary:
+    with written_whole(folder) as temporary:
         temporary.mkdir()
         _write_plan(plan, temporary / PLAN)
-        tensors = {name: _storable(tensor) for name, tensor in _state(small).items()}
-        _write_tensors(temporary / MODEL, "model", {"plan": digest(plan_to_json(plan))}, tensors)
+        _write_tensors(temporary / MODEL, "model", {"plan": digest(plan_to_json(plan))}, _storable(_state(small)))
         (temporary / REPORT).write_text(readable(_report(small, plan)) + "\n", encoding="utf-8")
         (temporary / README).write_text(_readme(small, plan, build), encoding="utf-8")
 
@@ -134,10 +133,16 @@ def _state(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in (*model.named_parameters(), *model.named_buffers()) if name in kept}
 
 
-def _storable(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor on the CPU with memory of its own, as safetensors wants it."""
-    tensor = tensor.detach().cpu().contiguous()
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+def _storable(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors on the CPU, each with memory of its own, as safetensors wants them."""
+    memory: set[int] = set()
+    stored = {}
+    for name, tensor in state.items():
+        tensor = tensor.detach().cpu().contiguous()
+        pointer = tensor.untyped_storage().data_ptr()
+        stored[name] = tensor.clone() if pointer in memory else tensor
+        memory.add(pointer)
+    return stored
 
 
 def _fill(model: nn.Module, tensors: Mapping[str, torch.Tensor], path: Path) -> None:
@@ -192,7 +197,7 @@ model = fp.load("path/to/this/folder", build={source})
 
 
 @contextmanager
-def _written_whole(path: str | Path) -> Iterator[Path]:
+def written_whole(path: str | Path) -> Iterator[Path]:
     """A sibling to write a file or a folder to: it takes the name `path` only when all is written, and is gone if anything fails."""
     path = Path(os.path.abspath(path))
     temporary = path.parent / f".{path.name}.{uuid4().hex[:8]}"

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from .attention import STAND_INS
 from .errors import FairprunerError
 from .fingerprint import fingerprint
 from .types import Ints, Plan, UnitSpace
@@ -64,8 +65,10 @@ def cut_units(model: nn.Module, spaces: Iterable[UnitSpace], removed: Mapping[st
         return tensor
 
     small = copy_with(model, narrow)
-    for (module, attribute), masks in counts.items():
-        setattr(small.get_submodule(module), attribute, int((~np.logical_or.reduce(masks)).sum()))
+    for (path, attribute), masks in counts.items():
+        module = small.get_submodule(path)
+        setattr(module, attribute, int((~np.logical_or.reduce(masks)).sum()))
+        module.__class__ = STAND_INS.get(type(module), type(module))
     _true_attributes(model, small)
     return small
 
@@ -98,7 +101,12 @@ def copy_with(model: nn.Module, change: Change) -> nn.Module:
             fresh = change(name, tensor.detach())
             fresh = fresh.clone() if fresh.data_ptr() == tensor.data_ptr() else fresh.contiguous()
             memo[id(tensor)] = nn.Parameter(fresh, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fresh
-    return copy.deepcopy(model, memo)
+    fresh_model = copy.deepcopy(model, memo)
+    modes = [module.training for module in fresh_model.modules()]
+    fresh_model.train()  # drops what modules have derived from the old tensors and kept
+    for module, training in zip(fresh_model.modules(), modes, strict=True):
+        module.training = training
+    return fresh_model
 
 
 # Which attribute tells the length of which side of the module's weight. A transposed convolution has its sides the other

@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from .costs import predict
-from .demo import BUDGETS, FINE_TUNING_EPOCHS, Outcome
+from .demo import BUDGETS, DATA, FINE_TUNING_EPOCHS, PRUNED, SCORES, WEIGHTS, Outcome
 from .diagnostics import spearman
 from .types import METRICS, Plan, Scores, Spaces
 
@@ -94,9 +94,9 @@ def show_demo(outcome: Outcome, place: str) -> Shown:
         f"{len(outcome.others)} other budgets from the same scores took {1000 * outcome.seconds:.1f} ms:",
     ]
     follow = [
-        f"Files are in {place}: digits.npz, net.safetensors, scores.safetensors and the pruned model in {place}/pruned. Go on with",
-        f"  fairpruner sweep {place}/scores.safetensors",
-        f"  fairpruner info {place}/pruned",
+        f"Files are in {place}: {DATA}, {WEIGHTS}, {SCORES} and the pruned model in {place}/{PRUNED}. Go on with",
+        f"  fairpruner sweep {place}/{SCORES}",
+        f"  fairpruner info {place}/{PRUNED}",
     ]
     others = show_sweep(outcome.others, BUDGETS, "flops")
     content = {

@@ -146,6 +146,21 @@ class Spaces:
     def names(self) -> tuple[str, ...]:
         return tuple(space.name for space in self.items)
 
+    def only(self, kinds: Sequence[str] | None = None, skip: Sequence[str] = ()) -> Spaces:
+        """Some of the spaces; the others are left out, with the reason, and stay whole in every plan."""
+        for kind in kinds or ():
+            if kind not in KINDS:
+                raise unknown("kind", kind, KINDS)
+        patterns = (skip,) if isinstance(skip, str) else tuple(skip)
+        for pattern in patterns:
+            if not any(matches(name, (pattern,)) for name in (*self.names, *self.left_out)):
+                raise unknown("space to skip", pattern, self.names)
+        skipped = {s.name: "skipped by the caller" for s in self if matches(s.name, patterns)}
+        unwanted = {s.name: f"of kind {s.kind}, not asked for" for s in self if kinds is not None and s.kind not in kinds}
+        left = {**unwanted, **skipped}
+        factors = tuple(Factor(f.size, {name: owned for name, owned in f.owned.items() if name not in left}) for f in self.costs.factors)
+        return replace(self, items=tuple(s for s in self if s.name not in left), left_out={**self.left_out, **left}, costs=replace(self.costs, factors=factors))
+
 
 def matches(name: str, patterns: tuple[str, ...]) -> bool:
     """Whether a space's name equals, lies below, or fits one of the patterns."""
@@ -191,6 +206,15 @@ class Scores:
     def using(self, removal: str | None = None, protection: str | None = None) -> Scores:
         """The same scores with other signals active."""
         return replace(self, removals=_first(self.removals, removal), protections=_first(self.protections, protection))
+
+    def only(self, kinds: Sequence[str] | None = None, skip: Sequence[str] = ()) -> Scores:
+        """The scores of some spaces: plans made from them leave the others whole."""
+        spaces = self.spaces.only(kinds, skip)
+
+        def narrowed(signals: Mapping[str, Mapping[str, Floats]]) -> dict[str, dict[str, Floats]]:
+            return {signal: {name: values for name, values in by_space.items() if name in spaces.names} for signal, by_space in signals.items()}
+
+        return replace(self, spaces=spaces, removals=narrowed(self.removals), protections=narrowed(self.protections), halves=narrowed(self.halves))
 
     def save(self, path: str | Path) -> None:
         from .storage import save_scores

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import FairprunerError, unknown
+from ..errors import FairprunerError
 from ..fingerprint import fingerprint
-from ..types import KINDS, Spaces, UnitSpace, matches
+from ..types import CostModel, Spaces, UnitSpace
 from .assemble import assemble, cost_model
 from .couple import couple
 from .trace import trace
@@ -28,25 +28,11 @@ def discover(model: nn.Module, example: Any, *, kinds: Sequence[str] | None = No
     >>> [(space.name, space.kind, space.size) for space in spaces], spaces.left_out
     ([('0', 'hidden', 8)], {'2': "reaches the model's output"})
     """
-    wanted = tuple(kinds) if kinds is not None else KINDS
-    for kind in wanted:
-        if kind not in KINDS:
-            raise unknown("kind", kind, KINDS)
-    patterns = (skip,) if isinstance(skip, str) else tuple(skip)
     seen = trace(model, example)
-    found, left_out = assemble(seen, model)
-    spaces: list[UnitSpace] = []
-    for space in found:
-        if matches(space.name, patterns):
-            left_out[space.name] = "skipped by the caller"
-        elif space.kind not in wanted:
-            left_out[space.name] = f"of kind {space.kind}, not asked for"
-        else:
-            spaces.append(space)
-    unused = [p for p in patterns if not any(matches(s.name, (p,)) for s in found) and not any(matches(n, (p,)) for n in left_out)]
-    if unused:
-        raise unknown("space to skip", unused[0], [s.name for s in found])
-    sound, failed = _proven(model, example, spaces)
+    found, fixed = assemble(seen, model)
+    chosen = Spaces(tuple(found), fixed, CostModel((), (), ()), fingerprint(model)).only(kinds, skip)
+    left_out = dict(chosen.left_out)
+    sound, failed = _proven(model, example, chosen.items)
     left_out |= failed
     if not sound:
         raise FairprunerError(
@@ -54,7 +40,7 @@ def discover(model: nn.Module, example: Any, *, kinds: Sequence[str] | None = No
             + ("; ".join(f"{n}: {r}" for n, r in list(left_out.items())[:5]) or "no weight writes what another reads")
             + "."
         )
-    return Spaces(tuple(sound), left_out, cost_model(seen, sound, model), fingerprint(model))
+    return Spaces(tuple(sound), left_out, cost_model(seen, sound, model), chosen.fingerprint)
 
 
 def _proven(model: nn.Module, example: Any, spaces: Sequence[UnitSpace]) -> tuple[list[UnitSpace], dict[str, str]]:

@@ -12,7 +12,7 @@ from ..types import Count, Ints, UnitSpace
 # Attributes that count heads: their value is a multiple of the number of units.
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nhead", "num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads")
 # Attributes that tell the width of all heads together: their value is the size of a projection that the heads own.
-WIDTHS = ("all_head_size", "inner_dim", "attn_dim", "split_size", "attention_head_dim_total", "qkv_dim", "kv_dim", "q_dim", "proj_dim")
+WIDTHS = ("all_head_size", "inner_dim", "attn_dim", "split_size", "val_attn_dim", "key_attn_dim")
 
 
 def head_counts(space: UnitSpace, model: nn.Module) -> tuple[Count, ...]:
@@ -44,7 +44,5 @@ def _shares(units: int, value: int) -> Ints | None:
 
 def _widths(space: UnitSpace, value: int) -> Ints | None:
     """The owners of a projection of this size, or of the first part of one that fuses several."""
-    for part in space.slices:
-        if part.owner.size % value == 0 and (part.owner >= 0).all():
-            return part.owner[:value]
-    return None
+    whole = [part.owner for part in space.slices if part.owner.size % value == 0 and (part.owner >= 0).all()]
+    return min(whole, key=len)[:value] if whole else None

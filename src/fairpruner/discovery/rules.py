@@ -56,6 +56,9 @@ def movement(tracer: Tracer, func: Any, args: Any, kwargs: Any, out: Any) -> Non
     """view, permute, cat, index, pad, …: exact by construction."""
     sources = tensor_args(args, kwargs)
     shadows = [tracer.shadow(t) for t in sources]
+    if func._overloadpacket is aten.cat and all(s.weight or not s.layers for s in shadows):
+        # A buffer among weights is a part of one: the zero bias of the keys in a fused projection.
+        shadows = [s if s.layers else tracer.slots_of(t) for s, t in zip(shadows, sources, strict=True)]
     depth = max(len(s.layers) for s in shadows)
     weight = all(s.weight or not s.layers for s in shadows)
     stand_ins = [{id(t): _layer(t, s, k) for t, s in zip(sources, shadows, strict=True)} for k in range(depth)]
@@ -402,6 +405,10 @@ def _attention(tracer: Tracer, func: Any, args: Any, kwargs: Any, out: Any) -> t
     return algebra.reduce_all(layers, (2, 3))
 
 
+def _fresh(tracer: Tracer, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    """A new constant that only takes its shape from a tensor, or a number read from one: no unit goes into it."""
+
+
 def unknown(tracer: Tracer, func: Any, args: Any, kwargs: Any, out: Any) -> None:
     """Nothing is known of this operation: what it touches stays."""
     for tensor in tensor_args(args, kwargs):
@@ -433,6 +440,22 @@ RULES: dict[str, Rule] = {
         movement,
     ),
     **dict.fromkeys(("clone", "_to_copy", "contiguous", "lift_fresh", "dropout", "native_dropout", "masked_fill"), _unchanged),
+    **dict.fromkeys(
+        (
+            "new_zeros",
+            "new_ones",
+            "new_full",
+            "new_empty",
+            "zeros_like",
+            "ones_like",
+            "full_like",
+            "empty_like",
+            "rand_like",
+            "randn_like",
+            "_local_scalar_dense",
+        ),
+        _fresh,
+    ),
     "copy": _copy,
     "as_strided": _restride,
     "embedding": _embedding,
@@ -442,7 +465,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("hardswish", "log_sigmoid_forward", "rrelu_with_noise", "_prelu_kernel", "addcmul", "addcdiv", "lerp"), elementwise),
     **dict.fromkeys(("sum", "mean", "amax", "amin", "logsumexp", "var", "std", "var_mean", "prod", "any", "all", "max", "min"), _reduction(1)),
     "linalg_vector_norm": _reduction(2),
-    **dict.fromkeys(("_softmax", "_log_softmax", "cumsum", "softmax", "log_softmax"), _reduction(1, keeps_shape=True)),
+    **dict.fromkeys(("_softmax", "_safe_softmax", "_log_softmax", "cumsum"), _reduction(1, keeps_shape=True)),
     **dict.fromkeys(("avg_pool1d", "max_pool1d", "adaptive_avg_pool1d", "upsample_nearest1d", "upsample_linear1d"), _pooling(1)),
     **dict.fromkeys(
         (

@@ -135,13 +135,8 @@ def _flat(layer: Layer) -> Ints:
 def trace(model: nn.Module, example: Any) -> Trace:
     """Run the model once on the example and follow every parameter's indices through it."""
     tracer = Tracer(model)
-    fastpath = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # the fused kernel hides the projections
-    try:
-        with evaluating(model), torch.no_grad(), tracer.watching_modules(), tracer:
-            output = call_checked(model, example)
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fastpath)
+    with evaluating(model), torch.no_grad(), tracer.watching_modules(), tracer:
+        output = call_checked(model, example)
     for tensor in tensors_of(output):
         tracer.algebra.lock(tracer.shadow(tensor), "reaches the model's output")
     return Trace(tracer.ids.classes(), tuple(tracer.work), tuple(tracer.counted))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,35 +12,52 @@ from torch import Tensor, nn
 
 from ..errors import FairprunerError
 from ..observing import positions_of
-from ..types import Floats, UnitSpace
+from ..types import Floats, Ints, UnitSpace
 from .base import ActivationSignal, Meter, Reading, Signal, Task, WeightSignal
 
+GRAM_COLUMNS = 4096  # weights of a unit that are compared at once, which bounds the memory of fpgm
 
-def written_weights(space: UnitSpace, model: nn.Module) -> Tensor:
-    """All weights that compute each unit, one row to a unit, float64 [J, R]; short rows are filled with zeros."""
+
+def written(space: UnitSpace, model: nn.Module) -> Iterator[tuple[Tensor, Ints]]:
+    """The weights that compute the units: for each tensor its rows [indices, R], and the unit that owns each row."""
     tensors = {**dict(model.named_buffers(remove_duplicate=False)), **dict(model.named_parameters(remove_duplicate=False))}
-    rows = []
-    for part in space.slices_of("write"):
-        weights = tensors[part.tensor].detach().movedim(part.dim, 0).flatten(1).double().cpu()  # [indices, r]
-        table = torch.from_numpy(positions_of(part.owner, space.size))  # [J, most]
-        rows.append((weights[table] * (table >= 0)[..., None]).flatten(1))
-    if not rows:
+    parts = space.slices_of("write")
+    if not parts:
         raise FairprunerError(f"Space {space.name!r} has no weights that write its units, so l1, l2 and fpgm cannot score it: choose another removal signal.")
-    return torch.cat(rows, 1)
+    for part in parts:
+        yield tensors[part.tensor].detach().movedim(part.dim, 0).flatten(1), part.owner
 
 
-def l1(space: UnitSpace, model: nn.Module) -> Tensor:
-    return written_weights(space, model).abs().sum(1)
+def l1(space: UnitSpace, model: nn.Module) -> Floats:
+    """The sum of the absolute weights that compute a unit, [J]."""
+    return _per_unit(space, [(rows.abs().sum(1, dtype=torch.float64), owner) for rows, owner in written(space, model)])
 
 
-def l2(space: UnitSpace, model: nn.Module) -> Tensor:
-    return written_weights(space, model).square().sum(1).sqrt()
+def l2(space: UnitSpace, model: nn.Module) -> Floats:
+    """The Euclidean norm of the weights that compute a unit, [J]."""
+    norms = [(torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64), owner) for rows, owner in written(space, model)]
+    return np.sqrt(_per_unit(space, [(norm.square(), owner) for norm, owner in norms]))
 
 
-def fpgm(space: UnitSpace, model: nn.Module) -> Tensor:
-    """The sum of distances to all other units of the space: small where a unit lies near their geometric median."""
-    rows = written_weights(space, model)
-    return torch.cdist(rows, rows).sum(1)
+def _per_unit(space: UnitSpace, parts: Sequence[tuple[Tensor, Ints]]) -> Floats:
+    """Values of rows summed over the rows and tensors of each unit, [J]."""
+    total = np.zeros(space.size)
+    for values, owner in parts:
+        np.add.at(total, owner[owner >= 0], values.cpu().numpy()[owner >= 0])
+    return total
+
+
+def fpgm(space: UnitSpace, model: nn.Module) -> Floats:
+    """The sum of distances to all other units of the space, [J]: small where a unit lies near their geometric median."""
+    gram = np.zeros((space.size, space.size))
+    for rows, owner in written(space, model):
+        for own in positions_of(owner, space.size).T:  # the first row of each unit, the second, …
+            for chunk in rows.split(GRAM_COLUMNS, dim=1):
+                values = chunk[own].double().cpu().numpy() * (own >= 0)[:, None]  # [J, columns]
+                gram += values @ values.T
+    squares = np.diag(gram)
+    distances: Floats = np.sqrt((squares[:, None] + squares - 2 * gram).clip(min=0.0)).sum(1)
+    return distances
 
 
 class MeanActivation:

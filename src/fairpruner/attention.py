@@ -1,0 +1,72 @@
+"""`nn.MultiheadAttention` with fewer heads than its embedding has room for."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class FewerHeadsAttention(nn.MultiheadAttention):
+    """The stock module derives the width of a head from the embedding, so that it cannot lose one; this one keeps the width.
+
+    What a cut leaves: projections of `num_heads * head_dim` rows, called and configured as before.
+    """
+
+    @property
+    def _qkv_same_embed_dim(self) -> bool:
+        """False keeps `nn.TransformerEncoderLayer` from handing the weights to its fused kernel, which computes the width itself."""
+        return False
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        batched = query.ndim == 3
+        if not batched:
+            query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
+        elif not self.batch_first:
+            query, key, value = (t.transpose(0, 1) for t in (query, key, value))
+        q, k, v = self._project(query, key, value)  # each [batch, heads, tokens, head_dim]
+        mask = self._mask(q, k, attn_mask, key_padding_mask, is_causal)
+        dropout = self.dropout if self.training else 0.0
+        weights = None
+        if need_weights:
+            scores = q @ k.transpose(2, 3) / self.head_dim**0.5  # [batch, heads, tokens, keys]
+            weights = F.softmax(scores if mask is None else scores + mask, -1)
+            out = F.dropout(weights, dropout) @ v
+        else:
+            out = F.scaled_dot_product_attention(q, k, v, mask, dropout)
+        joined: Tensor = self.out_proj(out.transpose(1, 2).flatten(2))  # [batch, tokens, embedding]
+        if weights is not None and average_attn_weights:
+            weights = weights.mean(1)
+        if not batched:
+            return joined.squeeze(0), None if weights is None else weights.squeeze(0)
+        return (joined if self.batch_first else joined.transpose(0, 1)), weights
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        packed = self.in_proj_weight
+        weights = packed.chunk(3) if packed is not None else (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        biases = self.in_proj_bias.chunk(3) if self.in_proj_bias is not None else (None, None, None)
+        projected = [F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True)]
+        return [x.unflatten(2, (self.num_heads, self.head_dim)).transpose(1, 2) for x in projected]
+
+    def _mask(self, q: Tensor, k: Tensor, mask: Tensor | None, padding: Tensor | None, is_causal: bool) -> Tensor | None:
+        """All masks as one to be added to the scores, broadcast over [batch, heads, tokens, keys]."""
+        if is_causal and mask is None:
+            mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
+        if mask is not None and mask.ndim == 3:  # [batch * heads, tokens, keys], for all heads the model once had
+            mask = mask.unflatten(0, (q.shape[0], -1))[:, :1]
+        parts = [p for p in (mask, None if padding is None else padding[:, None, None, :]) if p is not None]
+        added = [p.to(q.dtype) if p.is_floating_point() else torch.zeros_like(p, dtype=q.dtype).masked_fill(p, float("-inf")) for p in parts]
+        return sum(added[1:], added[0]) if added else None
+
+
+STAND_INS: dict[type[nn.Module], type[nn.Module]] = {nn.MultiheadAttention: FewerHeadsAttention}

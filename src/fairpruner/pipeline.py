@@ -1,0 +1,119 @@
+"""The whole job in one call: score, allocate, cut, repair and recover, in one round or several."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .allocation import allocate
+from .composition import compose, remaining
+from .datasets import example_of
+from .discovery import discover
+from .errors import FairprunerError, unknown
+from .recovery import recover
+from .scoring import score
+from .surgery import cut
+from .types import Budget, Plan, check_alpha
+
+Options = Mapping[str, Mapping[str, Any]]  # stage -> its keyword arguments
+
+# What a caller may set for each stage; the rest follows from prune's own arguments.
+STAGES: dict[str, Callable[..., Any]] = {"discover": discover, "score": score, "allocate": allocate, "recover": recover}
+OWN = {"spaces", "alpha", "keep", "epochs"}
+
+
+def prune(
+    model: nn.Module,
+    data: Iterable[Any],
+    *,
+    keep: Budget | None = None,
+    alpha: float | None = None,
+    rounds: int = 1,
+    repair: str | None = None,
+    recover_epochs: int = 0,
+    train: Iterable[Any] | None = None,
+    options: Options | None = None,
+) -> tuple[nn.Module, Plan]:
+    """The smaller model, and one plan that leads to its shapes from the original; the model given is untouched.
+
+    A budget is approached in equal shares: with R rounds each keeps the R-th root of it. A tolerance holds in every
+    round. `repair` names the method that mends each cut, `recover_epochs` are trained after each cut on `train`, or on
+    `data`. `options` go to a stage as they are: {"score": {"removal": "l1"}, "recover": {"recipe": Recipe(ema=0.99)}}.
+
+    >>> net = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
+    >>> data = [(torch.randn(16, 4), torch.arange(16) % 2) for _ in range(2)]
+    >>> small, plan = prune(net, data, keep=Budget("units", 0.25), rounds=2)
+    >>> small[0], plan.predicted["units"], plan.rule
+    (Linear(in_features=4, out_features=4, bias=True), 4, 'iterative')
+    """
+    options = _checked(options or {})
+    _check_schedule(keep, alpha, rounds, recover_epochs)
+    for given in (data, train):
+        if isinstance(given, Iterator):
+            raise FairprunerError(
+                f"The data is a {type(given).__name__}, which can be read once, and every round reads it: give a loader or a list of batches."
+            )
+    device = next(itertools.chain(model.parameters(), model.buffers()), torch.empty(0)).device
+    spaces = discover(model, example_of(data, device), **options["discover"])
+    current, whole = model, None
+    for done in range(1, rounds + 1):
+        scores = score(current, data, spaces=spaces, **options["score"])
+        if keep is not None:
+            plan = allocate(scores, keep=_share_of(keep, whole or Plan.removing(spaces, {}), done / rounds), **options["allocate"])
+        else:
+            plan = allocate(scores, alpha, **options["allocate"])
+        small = cut(current, plan)
+        spaces = remaining(plan, small)
+        if repair is not None:
+            from .repair import repair as mend
+
+            small = mend(small, current, plan, data, method=repair)
+        if recover_epochs:
+            small = recover(small, train if train is not None else data, epochs=recover_epochs, **_of_round(done, options["recover"]))
+        current, whole = small, plan if whole is None else compose(whole, plan)
+    assert whole is not None  # there is at least one round
+    return current, whole
+
+
+def _of_round(number: int, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The options of `recover`, with a folder of its own for each round's checkpoints."""
+    folder = options.get("folder")
+    return options if folder is None else {**options, "folder": Path(folder) / f"round-{number}"}
+
+
+def _share_of(keep: Budget, so_far: Plan, done: float) -> Budget:
+    """The budget when this share of the rounds is done, as a count: on the geometric way from the original to `keep`."""
+    original = so_far.original[keep.metric]
+    amount = round(original ** (1 - done) * keep.target(original) ** done)
+    # A round may have landed below the next target already.
+    return Budget(keep.metric, max(1, min(amount, so_far.predicted[keep.metric])))
+
+
+def _check_schedule(keep: Budget | None, alpha: float | None, rounds: int, recover_epochs: int) -> None:
+    if (keep is None) == (alpha is None):
+        raise FairprunerError(
+            f"Pruning needs either a tolerance or a budget, found alpha={alpha} and keep={keep}: for example alpha=0.1 or keep=Budget('flops', 0.5)."
+        )
+    if alpha is not None:
+        check_alpha(alpha)
+    for name, value, least in (("rounds", rounds, 1), ("recover_epochs", recover_epochs, 0)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise FairprunerError(f"{name}={value!r}, expected a whole number of at least {least}.")
+
+
+def _checked(options: Options) -> Options:
+    """Options for every stage, none of them unknown to it."""
+    for stage, given in options.items():
+        if stage not in STAGES:
+            raise unknown("stage", stage, STAGES)
+        known = [p.name for p in inspect.signature(STAGES[stage]).parameters.values() if p.kind is p.KEYWORD_ONLY and p.name not in OWN]
+        for name in given:
+            if name not in known:
+                raise unknown(f"option of {stage}", name, known)
+    return {stage: options.get(stage, {}) for stage in STAGES}

@@ -1,0 +1,129 @@
+"""How `recover` trains: the paper's recipe by default, every part of it a field."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+from .batches import Batch, Loss, forward, logits_of, mean_loss
+from .calling import describe
+from .errors import FairprunerError, unknown
+
+MakeOptimizer = Callable[[list[nn.Parameter], "Recipe"], Optimizer]
+Schedule = Callable[[float], float]  # share of the training that is done, in [0, 1) -> factor of the learning rate
+
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "sgd": lambda parameters, recipe: torch.optim.SGD(parameters, recipe.learning_rate, momentum=0.9, weight_decay=recipe.weight_decay),
+    "adamw": lambda parameters, recipe: torch.optim.AdamW(parameters, recipe.learning_rate, weight_decay=recipe.weight_decay),
+}
+SCHEDULES: dict[str, Schedule] = {
+    "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2,
+    "linear": lambda done: 1 - done,
+    "constant": lambda done: 1.0,
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The settings of `recover`; those of the paper's fine-tuning unless told otherwise (its batch of 256 is the loader's).
+
+    `optimizer` and `schedule` are names or functions: (parameters, recipe) -> optimizer, and share of the training
+    done -> factor of the learning rate. `loss(output, label)` is cross-entropy by default.
+
+    >>> Recipe(optimizer="adamw", learning_rate=1e-3, ema=0.99).schedule
+    'cosine'
+    """
+
+    optimizer: str | MakeOptimizer = "sgd"  # with momentum 0.9
+    learning_rate: float = 0.005
+    weight_decay: float = 0.0
+    schedule: str | Schedule = "cosine"
+    loss: Loss | None = None
+    label_smoothing: float = 0.0
+    ema: float = 0.0  # decay of the running average of the weights, which is then what is judged and kept; 0 is off
+    distillation: float = 0.5  # weight of the teacher's term, where there is a teacher
+    temperature: float = 4.0  # of the teacher's term
+    seed: int = 0
+    checkpoint_every: int = 500  # steps
+
+    def __post_init__(self) -> None:
+        for what, value, table in (("optimizer", self.optimizer, OPTIMIZERS), ("schedule", self.schedule, SCHEDULES)):
+            if not callable(value) and value not in table:
+                raise unknown(what, value, table)
+        for name, (fits, expected) in RANGES.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not fits(value):
+                raise FairprunerError(f"Recipe {name}={value!r}, expected {expected}.")
+        if self.loss is not None and self.label_smoothing:
+            raise FairprunerError(f"Recipe label_smoothing={self.label_smoothing:g} smooths cross-entropy, and loss= replaces it: give one of the two.")
+
+    def make_optimizer(self, model: nn.Module) -> Optimizer:
+        """An optimizer for all that is not frozen."""
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        if not parameters:
+            raise FairprunerError(
+                f"There is nothing to train in {type(model).__name__}: all {len(list(model.parameters()))} parameters are frozen. Call requires_grad_() on it."
+            )
+        return (OPTIMIZERS[self.optimizer] if isinstance(self.optimizer, str) else self.optimizer)(parameters, self)
+
+    def factor(self, done: float) -> float:
+        """What the learning rate is multiplied with when this share of the training is done."""
+        return (SCHEDULES[self.schedule] if isinstance(self.schedule, str) else self.schedule)(done)
+
+    def settings(self) -> dict[str, Any]:
+        """All that the result depends on, as JSON values; a function goes by its name."""
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "checkpoint_every"}
+        return {name: getattr(value, "__qualname__", type(value).__qualname__) if callable(value) else value for name, value in values.items()}
+
+
+# field -> (whether a number fits, what was expected)
+RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "learning_rate": (lambda x: 0 < x < math.inf, "a number above 0"),
+    "weight_decay": (lambda x: 0 <= x < math.inf, "a number of at least 0"),
+    "label_smoothing": (lambda x: 0 <= x < 1, "a share in [0, 1)"),
+    "ema": (lambda x: 0 <= x < 1, "a decay in [0, 1), such as 0.999"),
+    "distillation": (lambda x: 0 <= x <= 1, "a share in [0, 1]"),
+    "temperature": (lambda x: 0 < x < math.inf, "a number above 0"),
+    "seed": (lambda x: x >= 0 and isinstance(x, int), "a whole number of at least 0"),
+    "checkpoint_every": (lambda x: x >= 1 and isinstance(x, int), "a whole number of steps of at least 1"),
+}
+
+
+def training_loss(recipe: Recipe, output: Any, batch: Batch, teacher: nn.Module | None) -> Tensor:
+    """The number to minimise: (1 - d)·((1 - s)·loss + s·uniform) + d·T²·KL(teacher ‖ model), s the label smoothing and d the distillation."""
+    loss = mean_loss(recipe.loss, output, batch)
+    if recipe.label_smoothing:
+        # Cross-entropy against the uniform distribution: with it, this is torch's own label smoothing.
+        uniform = -F.log_softmax(_logits("model", output), dim=-1).mean()
+        loss = (1 - recipe.label_smoothing) * loss + recipe.label_smoothing * uniform
+    if teacher is not None and recipe.distillation:
+        loss = (1 - recipe.distillation) * loss + recipe.distillation * _distillation(recipe.temperature, output, batch, teacher)
+    return loss
+
+
+def _distillation(temperature: float, output: Any, batch: Batch, teacher: nn.Module) -> Tensor:
+    """Hinton's term, averaged over all predictions of a batch; T² keeps its gradient as large as that of the labels."""
+    with torch.no_grad():
+        wanted = _logits("teacher", forward(teacher, batch))  # [..., C]
+    given = _logits("model", output)
+    if wanted.shape != given.shape:
+        raise FairprunerError(f"The teacher gives logits of shape {list(wanted.shape)}, the model of {list(given.shape)}: give the model that was pruned.")
+    softened = (F.log_softmax(logits.float() / temperature, dim=-1).flatten(0, -2) for logits in (given, wanted))  # 2 × [N, C]
+    term = temperature**2 * F.kl_div(*softened, reduction="batchmean", log_target=True)
+    if not torch.isfinite(term):
+        raise FairprunerError(f"The teacher's term of batch {batch.position} is {term.item()}, expected a finite number: look at the teacher's weights.")
+    return term
+
+
+def _logits(whose: str, output: Any) -> Tensor:
+    logits = logits_of(output)
+    if logits is None or logits.ndim < 2:
+        raise FairprunerError(f"The {whose} returned {describe(output)}, expected logits of shape [samples, classes].")
+    return logits

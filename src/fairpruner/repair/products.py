@@ -1,0 +1,199 @@
+"""Convolutions and matrix products as they are called: every kind seen as one thing, rows of features times a matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from ..observing import READERS
+
+_LINEAR = ("input", "weight", "bias")
+_CONV = (*_LINEAR, "stride", "padding", "dilation", "groups")
+_TRANSPOSED = (*_LINEAR, "stride", "padding", "output_padding", "groups", "dilation")
+_MATMUL, _ADDMM = ("input", "weight"), ("bias", "input", "weight")
+DEFAULTS = {"bias": None, "stride": 1, "padding": 0, "output_padding": 0, "dilation": 1, "groups": 1}
+SIGNATURES: dict[Callable[..., Any], tuple[str, ...]] = {
+    F.linear: _LINEAR,
+    **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), _CONV),
+    **dict.fromkeys((F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), _TRANSPOSED),
+    **dict.fromkeys((torch.matmul, torch.Tensor.matmul, torch.mm, torch.Tensor.mm), _MATMUL),
+    **dict.fromkeys((torch.addmm, torch.Tensor.addmm), _ADDMM),
+}
+_OTHER_NAMES = {"other": "weight", "mat2": "weight", "mat1": "input"}
+SUMS = (torch.add, torch.Tensor.add, torch.Tensor.add_)
+
+
+@dataclass(frozen=True, eq=False)
+class Product:
+    """One call that multiplies its input with a named weight.
+
+    Seen as a matrix product it has G groups, each of p features (channels times kernel positions) and q outputs.
+    """
+
+    name: str  # of the weight
+    function: Callable[..., Any]
+    arguments: Mapping[str, Any]
+    read_dim: int  # the weight's dim that reads the input
+
+    @property
+    def source(self) -> Tensor:
+        source: Tensor = self.arguments["input"]
+        return source
+
+    @property
+    def weight(self) -> Tensor:
+        weight: Tensor = self.arguments["weight"]
+        return weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        bias = self.arguments.get("bias")
+        return bias if isinstance(bias, Tensor) and bias.ndim == 1 else None
+
+    @property
+    def groups(self) -> int:
+        return int(self.arguments.get("groups", 1))
+
+    @property
+    def axis(self) -> int:
+        """The channel axis of input and output."""
+        return READERS[self.function].axis
+
+    @property
+    def transposed(self) -> bool:
+        return SIGNATURES[self.function] is _TRANSPOSED
+
+    def run(self) -> Tensor:
+        out: Tensor = self.function(*(self.arguments[name] for name in SIGNATURES[self.function]))
+        return out
+
+    def matrix(self, weight: Tensor) -> Tensor:
+        """The weight, as it is stored, as a matrix for each group, [G, c, taps, q]."""
+        if weight.ndim == 2:
+            return (weight.t() if self.read_dim == 1 else weight)[None, :, None, :]
+        if self.transposed:
+            split = weight.unflatten(0, (self.groups, -1))  # [G, c, q, *kernel]
+            return split.flip(tuple(range(3, split.ndim))).flatten(3).transpose(2, 3)
+        return weight.unflatten(0, (self.groups, -1)).flatten(3).permute(0, 2, 3, 1)  # from [G, q, c, *kernel]
+
+    def stored(self, matrix: Tensor, like: Tensor) -> Tensor:
+        """The inverse of `matrix`: the weight in the shape and type of `like`."""
+        if like.ndim == 2:
+            flat = matrix[0, :, 0]  # [c, q]
+            return (flat.t() if self.read_dim == 1 else flat).to(like)
+        kernel = like.shape[2:]
+        if self.transposed:
+            split = matrix.transpose(2, 3).unflatten(3, kernel)  # [G, c, q, *kernel]
+            return split.flip(tuple(range(3, split.ndim))).flatten(0, 1).to(like)
+        return matrix.permute(0, 3, 1, 2).unflatten(3, kernel).flatten(0, 1).to(like)
+
+    def features(self, rows: Tensor) -> Tensor:
+        """What the chosen output positions read, [G, rows, c, taps]; `rows` index the flattened batch and positions of the output."""
+        source = self.source
+        if self.axis == -1:
+            return source.reshape(-1, source.shape[-1])[rows][None, :, :, None]
+        dims = self.weight.ndim - 2
+        kernel = self.weight.shape[2:]
+        stride, dilation = (_tuple(self.arguments.get(name, 1), dims) for name in ("stride", "dilation"))
+        if self.transposed:
+            source, stride = _spread(source, stride, self.arguments, kernel, dilation), (1,) * dims
+        else:
+            source = F.pad(source, _padding(self.arguments.get("padding", 0), kernel, dilation))
+        windows = source  # [N, C, *positions, *kernel], a view
+        for d in range(dims):
+            windows = windows.unfold(2 + d, dilation[d] * (kernel[d] - 1) + 1, stride[d])
+            windows = windows[..., :: dilation[d]]
+        where = torch.unravel_index(rows, (windows.shape[0], *windows.shape[2 : 2 + dims]))
+        taken = windows.movedim(1, 1 + dims)[where]  # [rows, C, *kernel]
+        return taken.flatten(2).unflatten(1, (self.groups, -1)).transpose(0, 1)
+
+    def outputs(self, out: Tensor, rows: Tensor) -> Tensor:
+        """The chosen rows of an output of this call, or of anything of its shape, [rows, C]."""
+        return out.movedim(self.axis, -1).flatten(0, -2)[rows] if self.axis == -1 else _rows(out, rows)
+
+
+def _rows(out: Tensor, rows: Tensor) -> Tensor:
+    where = torch.unravel_index(rows, (out.shape[0], *out.shape[2:]))
+    return out.movedim(1, -1)[where]
+
+
+def _tuple(value: Any, dims: int) -> tuple[int, ...]:
+    values = tuple(value) if isinstance(value, Sequence) else (value,)
+    return values * dims if len(values) == 1 else values
+
+
+def _padding(padding: Any, kernel: Sequence[int], dilation: Sequence[int]) -> list[int]:
+    """The padding in the order F.pad wants it: last dimension first, before and after."""
+    if padding == "valid":
+        padding = 0
+    if padding == "same":
+        totals = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
+        sides = [(total // 2, total - total // 2) for total in totals]
+    else:
+        sides = [(p, p) for p in _tuple(padding, len(kernel))]
+    return list(chain.from_iterable(reversed(sides)))
+
+
+def _spread(source: Tensor, stride: Sequence[int], arguments: Mapping[str, Any], kernel: Sequence[int], dilation: Sequence[int]) -> Tensor:
+    """The input whose plain convolution with the flipped kernel is the transposed one: zeros between, then a rim."""
+    dims = len(kernel)
+    padding, extra = (_tuple(arguments.get(name, 0), dims) for name in ("padding", "output_padding"))
+    sizes = [(n - 1) * s + 1 for n, s in zip(source.shape[2:], stride, strict=True)]
+    spread = source.new_zeros(*source.shape[:2], *sizes)
+    spread[(slice(None), slice(None), *(slice(None, None, s) for s in stride))] = source
+    rims = [d * (k - 1) - p for k, d, p in zip(kernel, dilation, padding, strict=True)]
+    return F.pad(spread, list(chain.from_iterable((rim, rim + more) for rim, more in reversed(list(zip(rims, extra, strict=True))))))
+
+
+class Walk(TorchFunctionMode):
+    """Sees every product with a named weight, every batch norm and every sum of a forward pass, and may change what they give."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.names = {id(t): name for name, t in chain(model.named_buffers(), model.named_parameters())}
+        self.sums = 0
+
+    def product(self, product: Product) -> Tensor:
+        return product.run()
+
+    def norm(self, source: Tensor, out: Tensor, mean: str | None) -> None:
+        """A batch norm in eval mode, and the name of its running mean."""
+
+    def sum(self, position: int, operands: list[Tensor], in_place: bool) -> None:
+        """The sum of two tensors of one shape, the position-th of this pass; `operands` may be replaced."""
+
+    def __torch_function__(self, function: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if function in SIGNATURES:
+            product = self._product(function, args, kwargs)
+            if product is not None:
+                return self.product(product)
+        if function in SUMS and not kwargs and len(args) == 2 and all(isinstance(a, Tensor) for a in args) and args[0].shape == args[1].shape:
+            operands, self.sums = list(args), self.sums + 1
+            self.sum(self.sums - 1, operands, function is torch.Tensor.add_)
+            args = operands
+        out = function(*args, **kwargs)
+        if function is F.batch_norm:
+            self.norm(args[0], out, self.names.get(id(args[1])) if len(args) > 1 else None)
+        return out
+
+    def _product(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Product | None:
+        defaults = {name: DEFAULTS[name] for name in SIGNATURES[function] if name in DEFAULTS}
+        arguments = defaults | dict(zip(SIGNATURES[function], args, strict=False)) | {_OTHER_NAMES.get(k, k): v for k, v in kwargs.items()}
+        weight = arguments.get("weight")
+        if not isinstance(weight, Tensor):
+            return None
+        base = weight if weight._base is None else weight._base
+        name = self.names.get(id(base))
+        if name is None or base.ndim != weight.ndim or base.numel() != weight.numel() or "beta" in arguments or "alpha" in arguments:
+            return None
+        turned = weight.ndim == 2 and weight.stride() != base.stride()  # a transposed view reads along the other dim
+        reader = READERS[function]
+        return Product(name, function, arguments, 1 - reader.dim if turned else reader.dim)

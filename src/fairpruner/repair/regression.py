@@ -1,0 +1,103 @@
+"""Damped least squares from summed products, with the damping chosen, and its use proven, on the other half of the samples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Shares of the features' mean variance that are added to each: the first is for exact solutions, the last for few samples.
+DAMPINGS = (1e-13, 1e-9, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+
+
+@dataclass(frozen=True, eq=False)
+class Sums:
+    """Float64 sums over rows of p features and q targets, in G groups: all that least squares needs to know of them."""
+
+    rows: int
+    gram: Tensor  # [G, p, p]
+    cross: Tensor  # [G, p, q]
+    square: Tensor  # [G], of all targets
+    features: Tensor  # [G, p], summed
+    targets: Tensor  # [G, q], summed
+
+    @staticmethod
+    def of(features: Tensor, targets: Tensor) -> Sums:
+        """From features [G, rows, p] and targets [G, rows, q]."""
+        gram, cross = features.mT @ features, features.mT @ targets
+        return Sums(features.shape[1], gram.double(), cross.double(), targets.double().square().sum((1, 2)), features.double().sum(1), targets.double().sum(1))
+
+    def __add__(self, other: Sums) -> Sums:
+        return Sums(self.rows + other.rows, *(getattr(self, f) + getattr(other, f) for f in ("gram", "cross", "square", "features", "targets")))
+
+    def error(self, fit: Fit) -> float:
+        """The summed squared error of a fit on these rows."""
+        slope, offset = fit.slope, fit.offset
+        linear = (slope * (self.gram @ slope - 2 * self.cross)).sum((1, 2))
+        shift = (offset * (self.rows * offset - 2 * self.targets + 2 * (self.features[:, None, :] @ slope)[:, 0])).sum(1)
+        return float((self.square + linear + shift).sum())
+
+    def fit(self, damping: float, with_offset: bool) -> Fit | None:
+        """The damped fit, or None if the damping is too small for a solution."""
+        gram, cross = self.gram, self.cross
+        if with_offset:
+            mean = self.features / self.rows  # [G, p]
+            gram = gram - mean[:, :, None] * self.features[:, None, :]
+            cross = cross - mean[:, :, None] * self.targets[:, None, :]
+        size = gram.diagonal(dim1=1, dim2=2).mean(1).clamp_min(1e-300)  # [G]
+        ridge = torch.eye(gram.shape[1], dtype=gram.dtype, device=gram.device) * (damping * size)[:, None, None]
+        factor, failed = torch.linalg.cholesky_ex(gram + ridge)
+        if failed.any():
+            return None
+        slope = torch.cholesky_solve(cross, factor)
+        offset = (self.targets - (self.features[:, None, :] @ slope)[:, 0]) / self.rows if with_offset else torch.zeros_like(self.targets)
+        return Fit(slope, offset) if torch.isfinite(slope).all() else None
+
+    def mean(self) -> Fit:
+        """The fit that is only an offset."""
+        return Fit(torch.zeros_like(self.cross), self.targets / self.rows)
+
+
+@dataclass(frozen=True, eq=False)
+class Fit:
+    """Targets are about `features @ slope + offset`."""
+
+    slope: Tensor  # [G, p, q]
+    offset: Tensor  # [G, q]
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """The fit to use, or None where nothing helps, and the held-out errors without and with it."""
+
+    fit: Fit | None
+    before: float
+    after: float
+
+
+def choose(halves: tuple[Sums, Sums], with_offset: bool) -> Choice:
+    """Fit all rows with the damping under which a fit of the first half does best on the second; None if none beats doing nothing."""
+    first, second = halves
+    before = float(second.square.sum())
+    if min(first.rows, second.rows) == 0:
+        return Choice(None, before, before)
+    best, after = None, before
+    for damping in DAMPINGS:
+        fit = first.fit(damping, with_offset)
+        error = second.error(fit) if fit is not None else before
+        if error < after:
+            best, after = damping, error
+    if best is None:
+        return Choice(None, before, before)
+    return Choice((first + second).fit(best, with_offset), before, max(after, 0.0))
+
+
+def choose_mean(halves: tuple[Sums, Sums]) -> Choice:
+    """The offset alone, under the same proof."""
+    first, second = halves
+    before = float(second.square.sum())
+    if min(first.rows, second.rows) == 0:
+        return Choice(None, before, before)
+    after = second.error(first.mean())
+    return Choice((first + second).mean(), before, after) if after < before else Choice(None, before, before)

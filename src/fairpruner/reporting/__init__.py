@@ -1,0 +1,58 @@
+"""The report stage: scores, a plan and measurements in, one value out that is a table, JSON and an interactive page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from ..allocation import allocate
+from ..diagnostics import diagnose
+from ..errors import FairprunerError
+from ..storage import PLAN, REPORT
+from ..types import Plan, Scores
+from .facts import Measured, Report, SpaceFacts
+
+TOLERANCE = 0.1  # that a report of scores alone begins with
+
+__all__ = ["Report", "SpaceFacts", "report"]
+
+
+def report(source: Scores | str | Path, plan: Plan | str | Path | None = None, *, measured: Measured | None = None, title: str | None = None) -> Report:
+    """Gather what there is to know about scores, a plan and what was measured.
+
+    `source` is scores or their file, from which the page lets its reader choose any plan, or the folder of a pruned
+    model, which tells about that model's plan alone. `plan` is the one to begin with: a value, a file or a folder.
+    `measured` holds numbers of any models, "accuracy" and "latency_ms" among them: {"cut": {"accuracy": 0.91, "flops": 62e6}}.
+
+    >>> from fairpruner.types import CostModel, Spaces, UnitSpace
+    >>> import numpy as np
+    >>> spaces = Spaces((UnitSpace("conv", "channel", 4, slices=()),), {}, CostModel((), (), ()), fingerprint="")
+    >>> aligned = {"conv": np.array([0.4, 0.1, 0.2, 0.3])}
+    >>> told = report(Scores(spaces, {"l1": aligned}, {"taylor": aligned}, samples=1))
+    >>> told.spaces[0].kept, told.diagnosis.optimal
+    (2, True)
+    """
+    scores = source if isinstance(source, Scores) else None if Path(source).is_dir() else Scores.load(source)
+    name = title or ("Scores" if isinstance(source, Scores) else Path(source).name)
+    if scores is not None:
+        chosen = allocate(scores, alpha=TOLERANCE) if plan is None else _plan(plan)
+        return Report(name, chosen, scores, diagnose(scores, chosen), measured or {})
+    if plan is not None:
+        raise FairprunerError(f"Folder {source} holds a plan of its own, and a second one was given: give the scores first to compare plans.")
+    folder = Path(str(source))
+    return Report(name, _plan(folder), measured={**_measured(folder), **(measured or {})})
+
+
+def _plan(plan: Plan | str | Path) -> Plan:
+    if isinstance(plan, Plan):
+        return plan
+    return Plan.load(Path(plan) / PLAN if Path(plan).is_dir() else plan)
+
+
+def _measured(folder: Path) -> Measured:
+    """What was measured when the folder was saved."""
+    try:
+        numbers = json.loads((folder / REPORT).read_text(encoding="utf-8"))["measured"]
+    except (OSError, ValueError, KeyError, TypeError):  # nothing measured is nothing to tell
+        return {}
+    return {folder.name: numbers}

@@ -1,0 +1,253 @@
+"use strict";
+// The page itself: which plan is chosen, the controls that choose it, the tables, and the file that is saved.
+
+const $ = (id) => document.getElementById(id);
+const data = JSON.parse($("data").textContent);
+const spaces = data.spaces.items;
+const scored = data.scored && data.scored.map(ranking);
+const given = data.given ? data.given.map(ranking) : scored;
+const multipleOf = () => Number($("multiple").value);
+
+const page = {
+  data,
+  spaces,
+  names: spaces.map((space) => space.name),
+  original: data.plan.original,
+  costs: scored && new Costs(data.spaces, scored.map((r) => r.order)),
+  dial: scored && new Dial(spaces, scored, 1),
+  selected: 0,
+  select(s) {
+    page.selected = s;
+    $("space").value = String(s);
+    show();
+  },
+};
+const givenCosts = data.given ? new Costs(data.spaces, given.map((r) => r.order)) : page.costs;
+const asGiven = {
+  rule: data.plan.rule,
+  alpha: data.plan.alpha,
+  exact: data.plan.exact,
+  rankings: given,
+  costs: givenCosts,
+  depths: page.names.map((name) => data.plan.removed[name].length),
+  totals: data.plan.predicted,
+};
+page.plan = asGiven;
+
+// What `allocate` answers for a tolerance, or for a share of a metric to keep.
+function allocated(mode, value) {
+  const { dial, costs } = page;
+  const step = mode === "alpha" ? dial.stepAt(value) : nearest((s) => costs.totals(dial.depths(s))[mode], dial.last, target(value, page.original[mode]));
+  const depths = dial.depths(step);
+  return { rule: "tod", alpha: mode === "alpha" ? value : dial.tolerance(step), exact: false, rankings: scored, costs, depths, totals: costs.totals(depths) };
+}
+
+const mode = () => document.querySelector("input[name=mode]:checked").value;
+const smallest = () => page.costs.totals(page.dial.depths(page.dial.last))[mode()] / page.original[mode()];
+const amountOf = (plan) => (mode() === "alpha" ? plan.alpha ?? 0 : plan.totals[mode()] / Math.max(page.original[mode()], 1));
+
+// Put the controls where the plan is.
+function setControls() {
+  const budget = mode() !== "alpha", label = { alpha: "Tolerance", units: "Units kept", params: "Params kept", flops: "FLOPs kept" }[mode()];
+  $("slider-label").textContent = label;
+  $("slider").min = budget ? Math.ceil(1000 * smallest()) / 1000 : 0;
+  $("slider").max = budget ? 1 : 0.999;
+  $("slider").value = amountOf(page.plan);
+  $("amount").value = Number(amountOf(page.plan).toPrecision(6));
+  describeSlider();
+}
+
+function describeSlider() {
+  const value = Number($("slider").value);
+  $("slider").setAttribute("aria-valuetext", mode() === "alpha" ? `tolerance ${value}` : `keep ${percent(value)}`);
+}
+
+function choose(value) {
+  const budget = mode() !== "alpha";
+  const reach = budget ? [smallest(), 1] : [0, 1 - Number.EPSILON];
+  const valid = value >= reach[0] && value <= reach[1];
+  $("amount").setAttribute("aria-invalid", String(!valid));
+  $("message").textContent = valid ? "" : budget ? `Out of reach: the smallest plan keeps ${percent(Math.ceil(1000 * reach[0]) / 1000)} of ${mode()}.` : "A tolerance lies in [0, 1).";
+  if (!valid) return;
+  page.plan = allocated(mode(), value);
+  show();
+}
+
+function fillRow(row, cells) {
+  row.replaceChildren(...cells.map((cell, i) => {
+    const element = document.createElement(i ? "td" : "th");
+    if (!i) element.scope = "row";
+    element.append(cell instanceof Node ? cell : String(cell));
+    return element;
+  }));
+  return row;
+}
+
+function rowsOf(plan) {
+  const none = plan.depths.map(() => 0);
+  const columns = ["params", "flops"].flatMap((metric) => [plan.costs.bySpace(metric, none), plan.costs.bySpace(metric, plan.depths)]);
+  return spaces.map((space, s) => [space.size, space.size - plan.depths[s], ...columns.map((column) => column[s])]);
+}
+
+function makeTable() {
+  $("table").tBodies[0].append(...spaces.map((space, s) => {
+    const button = document.createElement("button");
+    button.type = "button";
+    button.textContent = space.name;
+    button.addEventListener("click", () => page.select(s));
+    const row = fillRow(document.createElement("tr"), [button, space.kind, "", "", "", "", "", "", ""]);
+    row.dataset.space = space.name;
+    row.cells[4].className = "bar";
+    row.cells[4].replaceChildren(document.createElement("i"));
+    return row;
+  }));
+}
+
+function showTable(plan) {
+  const rows = rowsOf(plan);
+  rows.forEach(([size, kept, ...costs], s) => {
+    const row = $("table").tBodies[0].rows[s];
+    row.dataset.kept = kept;
+    row.classList.toggle("selected", s === page.selected);
+    row.cells[2].textContent = counted(size);
+    row.cells[3].textContent = counted(kept);
+    row.cells[4].firstChild.style.width = `${(100 * kept) / size}%`;
+    costs.forEach((cost, i) => (row.cells[5 + i].textContent = counted(cost)));
+  });
+  const inside = [2, 3, 4, 5].map((column) => rows.reduce((sum, row) => sum + row[column], 0));
+  const totals = [page.original.params, plan.totals.params, page.original.flops, plan.totals.flops];
+  const outside = ["outside all spaces", "", "", "", "", ...totals.map((total, i) => counted(total - inside[i]))];
+  const all = ["Total", "", counted(page.original.units), counted(plan.totals.units), percent(plan.totals.units / page.original.units), ...totals.map(counted)];
+  const more = Object.keys(plan.totals).filter((metric) => !METRICS.includes(metric)); // such as a predicted latency
+  const extra = more.map((metric) => [`${metric} (predicted)`, "", page.original[metric], plan.totals[metric], percent(plan.totals[metric] / page.original[metric]), "", "", "", ""]);
+  $("table").tFoot.replaceChildren(...[outside, all, ...extra].map((cells) => fillRow(document.createElement("tr"), cells)));
+}
+
+function showTiles(plan) {
+  for (const metric of METRICS) {
+    const output = $(`kept-${metric}`);
+    output.textContent = percent(plan.totals[metric] / Math.max(page.original[metric], 1));
+    output.dataset.value = plan.totals[metric];
+    output.title = `${counted(plan.totals[metric])} of ${counted(page.original[metric])}`;
+    output.nextElementSibling.textContent = `${short(plan.totals[metric])} of ${short(page.original[metric])}`;
+  }
+  $("kept-alpha").textContent = plan.alpha === null ? "–" : Number(plan.alpha.toPrecision(3));
+  $("kept-alpha").dataset.value = plan.alpha;
+  $("origin").textContent = plan === asGiven ? `${plan.rule}${plan.exact ? ", exact" : ""}: as given` : "chosen here";
+}
+
+let views = [];
+let waiting = false;
+function show() {
+  showTiles(page.plan); // at once; the rest once per frame, however fast the slider moves
+  if (waiting) return;
+  waiting = true;
+  requestAnimationFrame(() => {
+    waiting = false;
+    showTable(page.plan);
+    views.forEach((view) => view(page.plan));
+  });
+}
+
+// A plan as `Plan.load` reads it: without a digest, as one written by hand.
+function planFile(plan) {
+  const removed = Object.fromEntries(page.names.map((name, s) => [name, Array.from(plan.rankings[s].order.subarray(0, plan.depths[s]))]));
+  const content = { ...data.file, rule: plan.rule, alpha: plan.alpha, exact: plan.exact, original: page.original, predicted: plan.totals, removed, spaces: data.spaces };
+  return `{\n${Object.entries(content).map(([key, value]) => `${JSON.stringify(key)}: ${JSON.stringify(value)}`).join(",\n")}\n}\n`;
+}
+
+function save() {
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(new Blob([planFile(page.plan)], { type: "application/json" }));
+  link.download = "plan.json";
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+  $("message").textContent = "Saved plan.json: give it to “fairpruner cut”.";
+}
+
+function fillTable(table, heads, rows) {
+  const head = table.createTHead();
+  head.append(fillRow(document.createElement("tr"), heads));
+  for (const cell of head.rows[0].cells) cell.scope = "col";
+  table.createTBody().append(...rows.map((cells) => fillRow(document.createElement("tr"), cells)));
+}
+
+function showMeasured() {
+  const numbers = [...new Set(Object.values(data.measured).flatMap(Object.keys))];
+  const shown = (value) => (value === undefined ? "–" : Number.isInteger(value) ? counted(value) : String(Number(value.toPrecision(5))));
+  fillTable($("measured"), ["Model", ...numbers], Object.entries(data.measured).map(([model, values]) => [model, ...numbers.map((name) => shown(values[name]))]));
+  measuredView("by-flops", "flops", data.measured, "FLOPs");
+  measuredView("by-latency", "latency_ms", data.measured, "latency, ms");
+}
+
+const THEMES = { auto: "◐ Auto", light: "☀ Light", dark: "☾ Dark" };
+function setTheme(theme) {
+  document.documentElement.dataset.theme = theme;
+  $("theme").textContent = THEMES[theme];
+  $("theme").setAttribute("aria-label", theme === "auto" ? "Colours: as the system says" : `Colours: ${theme}`);
+  charts.forEach(({ u }) => u.redraw(false));
+}
+
+function start() {
+  const has = { scores: scored, stability: data.stability && data.stability.flat().some((value) => value !== null), measured: Object.keys(data.measured).length, "left-out": Object.keys(data.spaces.left_out).length };
+  document.querySelectorAll("[data-needs]").forEach((element) => has[element.dataset.needs] || element.remove());
+
+  const { samples, removal, protection } = data.signals;
+  const size = `${spaces.length} spaces · ${counted(page.original.units)} units · ${short(page.original.params)} params · ${short(page.original.flops)} FLOPs`;
+  $("subtitle").textContent = scored ? `${size} · scored on ${counted(samples)} samples by ${removal} and ${protection}` : size;
+  $("version").textContent = data.version;
+  if (has["left-out"]) fillTable($("left-out"), ["Place", "Reason"], Object.entries(data.spaces.left_out));
+  makeTable();
+
+  // Charts are made before the rest so that all of them measure their place at once.
+  const makers = [profileView, ...(scored ? [conflictView, toleranceView, scoresView, massView] : []), ...(has.stability ? [stabilityView] : [])];
+  views = makers.map((make) => make(page));
+  if (has.measured) showMeasured();
+
+  if (scored) {
+    $("removal-name").textContent = `Removal: ${removal}`;
+    $("protection-name").textContent = `Protection: ${protection}`;
+    $("space").append(...page.names.map((name, s) => new Option(name, String(s))));
+    $("space").addEventListener("change", () => page.select(Number($("space").value)));
+    setControls();
+    document.querySelectorAll("input[name=mode]").forEach((radio) => radio.addEventListener("change", setControls));
+    $("slider").addEventListener("input", () => {
+      $("amount").value = $("slider").value;
+      describeSlider();
+      choose(Number($("slider").value));
+    });
+    $("amount").addEventListener("change", () => {
+      $("slider").value = $("amount").value;
+      describeSlider();
+      choose($("amount").value === "" ? NaN : Number($("amount").value));
+    });
+    $("multiple").addEventListener("change", () => {
+      const amount = amountOf(page.plan);
+      page.dial = new Dial(spaces, scored, multipleOf());
+      choose(mode() === "alpha" ? amount : Math.max(amount, smallest()));
+      setControls();
+    });
+    $("reset").addEventListener("click", () => {
+      $("multiple").value = "1";
+      page.dial = new Dial(spaces, scored, 1);
+      page.plan = asGiven;
+      $("message").textContent = "";
+      setControls();
+      show();
+    });
+  }
+  $("save").addEventListener("click", save);
+  $("theme").addEventListener("click", () => {
+    const themes = Object.keys(THEMES);
+    setTheme(themes[(themes.indexOf(document.documentElement.dataset.theme) + 1) % themes.length]);
+  });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => charts.forEach(({ u }) => u.redraw(false)));
+  // Paper is white and narrow.
+  let theme = "auto";
+  addEventListener("beforeprint", () => { theme = document.documentElement.dataset.theme; setTheme("light"); charts.forEach(fit); });
+  addEventListener("afterprint", () => { setTheme(theme); charts.forEach(fit); });
+  setTheme("auto");
+  show();
+}
+
+start();

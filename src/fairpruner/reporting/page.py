@@ -1,0 +1,114 @@
+"""A report as one HTML file: the template with its styles, its scripts, the chart library and the report's numbers inside."""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..encoding import Json, plan_to_json, spaces_to_json
+from ..storage import VERSION, written_whole
+from ..tod import conflict_curve, removal_order
+from ..types import Floats, Ints, Plan, Scores, UnitSpace
+from .facts import Report
+
+STYLES = ("uPlot.min.css", "style.css")
+SCRIPTS = ("uPlot.iife.min.js", "allocation.js", "charts.js", "views.js", "main.js")  # each uses those before it
+
+
+def write(report: Report, path: str | Path) -> None:
+    """Write the page; an interrupted run leaves nothing half-written."""
+    with written_whole(path) as temporary:
+        temporary.write_text(render(report), encoding="utf-8")
+
+
+def render(report: Report) -> str:
+    """The page's text."""
+    # "<" inside a script could end it; inside JSON it may always be written as an escape.
+    data = json.dumps(payload(report), ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    parts = {
+        "title": html.escape(report.title),
+        "styles": "\n".join(map(_asset, STYLES)),
+        "data": data,
+        "scripts": "\n".join(f"<script>\n{_asset(name)}</script>" for name in SCRIPTS),
+    }
+    page = _asset("page.html")
+    for name, text in parts.items():
+        page = page.replace(f"<!-- {name} -->", text)
+    return page
+
+
+def _asset(name: str) -> str:
+    return (files(__package__) / "assets" / name).read_text(encoding="utf-8")
+
+
+def payload(report: Report) -> Json:
+    """All that the page computes with: spaces and costs as a plan's file has them, rankings and their conflict curves."""
+    from .. import __version__
+
+    plan, scores = report.plan, report.scores
+    content = plan_to_json(plan)
+    del content["spaces"]
+    return {
+        "title": report.title,
+        "version": __version__,
+        "file": {"format": "fairpruner plan", "version": VERSION},
+        "spaces": spaces_to_json(plan.spaces if scores is None else scores.spaces),
+        "plan": content,
+        "signals": dict(report.signals),
+        "scored": None if scores is None else [_ranking(scores, s, removal_order(scores.removal[s.name])) for s in scores.spaces],
+        "given": _given(plan, scores),
+        "stability": None if report.diagnosis is None else [[row.removal_stability, row.protection_stability] for row in report.diagnosis.spaces],
+        "measured": {model: dict(numbers) for model, numbers in report.measured.items()},
+    }
+
+
+def _given(plan: Plan, scores: Scores | None) -> list[Json] | None:
+    """Rankings that begin with the plan's units, or None where these are what the removal scores say."""
+    orders = {space.name: _plan_first(plan, space, scores) for space in plan.spaces}
+    if scores is None:
+        return [{"order": _packed(order, np.int32)} for order in orders.values()]
+    if all(np.array_equal(order, removal_order(scores.removal[name])) for name, order in orders.items()):
+        return None
+    return [_ranking(scores, space, orders[space.name]) for space in plan.spaces]
+
+
+def _plan_first(plan: Plan, space: UnitSpace, scores: Scores | None) -> Ints:
+    """The units that the plan removes, then the others in removal order, [J]."""
+    order = np.arange(space.size) if scores is None else removal_order(scores.removal[space.name])
+    gone = np.array(plan.removed[space.name], dtype=np.int64)
+    return np.concatenate([gone, order[~np.isin(order, gone)]])
+
+
+def _ranking(scores: Scores, space: UnitSpace, order: Ints) -> Json:
+    """One space along an order of its units, [J]: exact where plans are made of it (units, overlaps), float32 where it is drawn."""
+    removal, protection = scores.removal[space.name], scores.protection[space.name]
+    halves = scores.halves.get(scores.active[0], {}).get(space.name)
+    return {
+        "order": _packed(order, np.int32),
+        "removal": _packed(removal[order], np.float32),
+        "protection": _packed(protection[order], np.float32),
+        "steps": _steps(conflict_curve(_places(order), protection).overlaps),
+        # The overlap of two removal rankings is a conflict curve too: what goes first in the other is what it protects.
+        "same": None if halves is None else _steps(conflict_curve(halves[0], -_places(removal_order(halves[1]))).overlaps),
+    }
+
+
+def _places(order: Ints) -> Floats:
+    """Each unit's place in an order of units, [J]: a score that ranks them so."""
+    return np.argsort(order).astype(np.float64)
+
+
+def _steps(overlaps: Ints) -> str:
+    """A curve as its J steps of 0, 1 or 2, one digit each."""
+    return "".join(map(str, np.diff(overlaps).tolist()))
+
+
+def _packed(values: NDArray[Any], dtype: type) -> str:
+    return base64.b64encode(values.astype(np.dtype(dtype).newbyteorder("<")).tobytes()).decode()

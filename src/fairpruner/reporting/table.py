@@ -1,0 +1,46 @@
+"""A report in the terminal."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+
+from ..tables import describe_plan, table_of
+from .facts import Report
+
+
+def render(report: Report) -> Group:
+    """Before and after, every space, what was measured, and what was left out."""
+    parts: list[RenderableType] = [_totals(report), _spaces(report)]
+    if report.diagnosis is not None:
+        parts.append(report.diagnosis)
+    if report.measured:
+        parts.append(_measured(report))
+    return Group(*parts, *(f"Left out {name}: {reason}" for name, reason in report.plan.spaces.left_out.items()))
+
+
+def _totals(report: Report) -> Group:
+    rows = [(m, f"{report.before[m]:,}", f"{kept:,}", f"{report.plan.share(m):.1%}") for m, kept in report.after.items()]
+    return table_of(f"{report.title}: {describe_plan(report.plan)}", ("", "before", "after", "kept"), rows, notes=["FLOPs are multiply-accumulates (MACs)."])
+
+
+def _spaces(report: Report) -> Group:
+    rows = [(r.space, r.kind, r.size, r.kept, *map(_change, (r.params, r.flops))) for r in report.spaces]
+    sums = [sum(column) for column in zip(*((r.size, r.kept, *r.params, *r.flops) for r in report.spaces), strict=True)]
+    total = ("total", "", sums[0], sums[1], _change((sums[2], sums[3])), _change((sums[4], sums[5])))
+    return table_of(
+        "Spaces", ("space", "kind", "units", "kept", "params", "FLOPs"), [*rows, total], notes=["What lies between two spaces counts half to each."]
+    )
+
+
+def _measured(report: Report) -> Group:
+    numbers = list(dict.fromkeys(name for values in report.measured.values() for name in values))
+    rows = [(model, *(_number(values.get(name)) for name in numbers)) for model, values in report.measured.items()]
+    return table_of("Measured", ("", *numbers), rows)
+
+
+def _change(pair: tuple[float, float]) -> str:
+    return f"{pair[0]:,.0f} → {pair[1]:,.0f}"
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
