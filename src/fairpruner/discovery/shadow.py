@@ -67,6 +67,14 @@ class Algebra:
             merged.append(other)
         return tuple(merged)
 
+    def combine_all(self, operands: Sequence[Shadow], shape: Sequence[int]) -> tuple[Layer, ...]:
+        """Layers of many operands together, activations first so that weights meet them rather than each other."""
+        total = Shadow((), weight=True)
+        for operand in sorted((o for o in operands if o.layers), key=lambda o: o.weight):
+            first = not total.layers
+            total = Shadow(self.combine(Shadow((), operand.weight) if first else total, operand, shape), operand.weight and total.weight)
+        return total.layers
+
     def _related(self, a: Layer, b: Layer, mixed: bool) -> bool:
         """Whether two layers lie along the same dimension; a weight that is repeated for every unit of an activation does not count."""
         extent_a, extent_b = extent(a), extent(b)

@@ -12,14 +12,13 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..calling import call_checked, evaluating, tensors_of
 from ..types import Ints
 from .ids import Classes, Ids
-from .rules import rule_for
+from .rules import Call, rule_for
 from .shadow import EMPTY, Algebra, Layer, Shadow
 
 
@@ -68,17 +67,12 @@ class Tracer(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if any(self.shadow(t).layers for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)):
-            axes = rule_for(func)(self, func, args, kwargs, out)
-            count = flop_registry.get(func._overloadpacket)
-            if count is not None:
-                self._note_work(count(*args, **kwargs, out_val=out) // 2, axes or ())
-        elif func._overloadpacket in flop_registry:
-            self._note_work(flop_registry[func._overloadpacket](*args, **kwargs, out_val=out) // 2, ())
+        call = Call(self, func, args, kwargs, out)
+        axes = rule_for(func)(call) if any(self.shadow(t).layers for t in call.tensors) else ()
+        flops = flop_registry.get(func._overloadpacket)
+        if flops is not None:
+            self.work.append(Work(int(flops(*args, **kwargs, out_val=out)) // 2, tuple(_flat(layer) for layer in axes or ())))
         return out
-
-    def _note_work(self, macs: int, axes: tuple[Layer, ...]) -> None:
-        self.work.append(Work(int(macs), tuple(_flat(layer) for layer in axes)))
 
     def shadow(self, tensor: Any) -> Shadow:
         """The shadow of a tensor; parameters get theirs when they are first met, constants have none."""
