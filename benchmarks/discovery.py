@@ -16,8 +16,7 @@ import time
 from pathlib import Path
 
 import torch
-import torchvision_shim  # noqa: F401 (must come before torchvision)
-import torchvision.models
+from torchvision_shim import torchvision
 
 import fairpruner as fp
 

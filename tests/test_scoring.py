@@ -101,6 +101,24 @@ def test_a_weight_called_twice_is_observed_at_its_first_call() -> None:
     np.testing.assert_allclose(scores.removal["inner"], model.inner(inputs).relu().mean(0).detach(), rtol=1e-9)
 
 
+def test_a_weight_is_observed_where_it_reads_along_the_right_dim() -> None:
+    """One square weight, read along dim 1 by the first call and along dim 0 by the second."""
+
+    class Square(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.weight = nn.Linear(4, 4), nn.Parameter(torch.randn(4, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.weight) + self.up(x).relu() @ self.weight
+
+    model = Square().double()
+    spaces = spaces_of(model, space("up", 4, ("up.weight", 0, "write"), ("weight", 0, "read")))
+    inputs, labels = torch.randn(8, 4, dtype=torch.float64), torch.arange(8) % 2
+    scores = score(model, [(inputs, labels)], spaces=spaces, removal="activation")
+    np.testing.assert_allclose(scores.removal["up"], model.up(inputs).relu().mean(0).detach(), rtol=1e-9)
+
+
 def test_what_is_read_counts_even_if_it_is_changed_in_place_later() -> None:
     class InPlace(nn.Module):
         def __init__(self) -> None:

@@ -127,6 +127,16 @@ def test_a_lone_batch_is_split_into_halves() -> None:
     assert "taylor" not in score(model, [(inputs[:1], labels[:1])], spaces=spaces, removal="l1").halves  # one sample has no halves
 
 
+def test_batches_fall_into_the_halves_by_turns() -> None:
+    model, spaces = build("mlp")
+    inputs, labels = samples("mlp", 18)
+    scores = score(model, batches("mlp", 18, 4), spaces=spaces)  # 4 + 4 + 4 + 4 + 2
+    place = torch.arange(18) // 4 % 2
+    for half in (0, 1):
+        expected = taylor_by_brute_force(model, spaces, inputs[place == half], labels[place == half])
+        np.testing.assert_allclose(scores.halves["taylor"]["0"][half], expected["0"], rtol=1e-9)
+
+
 # Second order
 
 
@@ -349,12 +359,15 @@ def test_scattered_and_uneven_units_are_gathered() -> None:
         def compute(self) -> Floats:
             return np.zeros(self.size)
 
-    scores = score(model, [(inputs[:4], labels[:4]), (inputs[4:], labels[4:])], spaces=spaces, removal=["test_seen", "l1"])
+    scores = score(model, [(inputs[:4], labels[:4]), (inputs[4:], labels[4:])], spaces=spaces, removal=["test_seen", "l1", "fpgm"])
     hidden = model[0](inputs).detach()
     expected = torch.stack([torch.stack([hidden[:, 3], torch.zeros(8)], 1), hidden[:, [0, 4]], torch.stack([hidden[:, 1], torch.zeros(8)], 1)], 1)
     torch.testing.assert_close(torch.cat(seen), expected)
     weight = model[0].weight.detach().abs().sum(1)
     np.testing.assert_allclose(scores.removals["l1"]["0"], [weight[3], weight[0] + weight[4], weight[1]])
+    raw, none = model[0].weight.detach(), torch.zeros(2)
+    rows = torch.stack([torch.cat([raw[3], none]), torch.cat([raw[0], raw[4]]), torch.cat([raw[1], none])])
+    np.testing.assert_allclose(scores.removals["fpgm"]["0"], (rows[:, None] - rows).norm(dim=2).sum(1), rtol=1e-9)
 
 
 def test_positions_tied_over_groups_are_gathered() -> None:

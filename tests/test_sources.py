@@ -18,7 +18,7 @@ from torch import nn
 
 import fairpruner as fp
 from fairpruner.datasets import Preprocessing, Sampling, choose, example_of, load_data
-from fairpruner.sources import factory_of, input_shape_of, load_model, load_weights, resolve, transform_of
+from fairpruner.sources import example_for, factory_of, load_model, load_weights, resolve, transform_of
 
 NET = """
 import torch
@@ -70,7 +70,7 @@ def test_zoo_models_know_their_preprocessing(source: str, shape: tuple[int, ...]
         model: nn.Module = nn.Identity()
     else:
         model = factory_of(source)()
-    assert input_shape_of(source, model) == shape
+    assert example_for(source, model).shape == (1, *shape)
     transform = transform_of(source, model)
     assert transform is not None
     from PIL import Image
@@ -81,7 +81,7 @@ def test_zoo_models_know_their_preprocessing(source: str, shape: tuple[int, ...]
 
 def test_a_model_of_ones_own_has_no_preprocessing() -> None:
     assert transform_of("torch.nn:Identity", nn.Identity()) is None
-    assert input_shape_of("torch.nn:Identity", nn.Identity()) is None
+    assert example_for("torch.nn:Identity", nn.Identity()) is None
 
 
 @pytest.mark.parametrize(
@@ -105,8 +105,8 @@ def test_pretrained_asks_the_zoo_for_its_weights(library: str, argument: tuple[s
     [
         ("timm:resnet19", "timm has no model 'resnet19': did you mean 'resnet1"),
         ("torchvision:resnet5", "torchvision has no model 'resnet5': did you mean"),
-        ("hf:bert", "Hugging Face models cannot be named yet"),
-        ("resnet50", "names no function: expected timm:name, torchvision:name, package.module:function"),
+        ("hf:./bert", "is no folder here, and as a hub name it cannot be fetched"),
+        ("resnet50", "names no function: expected timm:name, torchvision:name, hf:name, package.module:function"),
         ("nowhere.py:build", "No file nowhere.py"),
         ("no_such_module:build", "no_such_module does not import: ModuleNotFoundError"),
         ("{net}:biuld", "Unknown function of .*net.py 'biuld': did you mean 'build'"),

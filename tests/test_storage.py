@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +160,13 @@ def test_plan_comes_back_exactly(tmp_path: Path) -> None:
     again = Plan.load(tmp_path / "plan.json")
     assert plan_to_json(again) == plan_to_json(plan)
     assert (again.alpha, again.removed) == (0.1 + 0.2, {"a.conv": (2, 0), "heads": ()})
+
+
+def test_every_field_is_stored() -> None:
+    plan = plan_to_json(hand_made_plan())
+    space = plan["spaces"]["items"][1]
+    stored = {Plan: plan, Spaces: plan["spaces"], UnitSpace: space, Slice: space["slices"][0], Count: space["counts"][0], CostModel: plan["spaces"]["costs"]}
+    assert {kind.__name__: set(content) for kind, content in stored.items()} == {kind.__name__: {field.name for field in fields(kind)} for kind in stored}
 
 
 def test_a_saved_plan_is_enough_for_cut(pruned: tuple[nn.Module, Plan], tmp_path: Path) -> None:

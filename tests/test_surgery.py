@@ -93,7 +93,8 @@ def test_a_cut_model_is_exported_scripted_and_compiled(small: tuple[nn.Module, t
     assert torch.allclose(exported(example), expected, atol=1e-6)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch.jit is on its way out, but users still have it
-        traced = torch.jit.trace(model, example)
+        scripted, traced = torch.jit.script(model), torch.jit.trace(model, example)
+    assert torch.allclose(scripted(example), expected, atol=1e-6)
     assert torch.allclose(traced(example), expected, atol=1e-6)
     assert torch.allclose(torch.compile(model, backend="eager")(example), expected, atol=1e-6)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fairpruner.errors import FairprunerError
 from fairpruner.signals import Reading, Task, Wasserstein, WassersteinPooled
-from fairpruner.signals.quantiles import ClassQuantiles, cell_averages
+from fairpruner.signals.quantiles import ClassQuantiles, cell_averages, sort_
 from fairpruner.signals.wasserstein import SMALLEST, STATE_BYTES, capacity, diameter, quantile_points
 from fairpruner.types import Floats
 
@@ -59,6 +59,29 @@ def test_the_diameter_of_quantile_points_is_the_largest_w1(classes: list[list[fl
     points = quantile_points([torch.tensor([sorted(values)], dtype=torch.float64) for values in classes], projections=1)
     expected = max(wasserstein_distance(a, b) for a, b in combinations(classes, 2))
     assert diameter(points).item() == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+@given(count=st.integers(2, 70), size=st.integers(1, 9), pair=st.data())
+def test_the_diameter_finds_the_farthest_pair_wherever_it_stands(count: int, size: int, pair: st.DataObject) -> None:
+    """Few and many points in few and many dimensions: all three rules."""
+    points = torch.rand(3, count, size, dtype=torch.float64, generator=torch.Generator().manual_seed(count))
+    first, second = pair.draw(st.lists(st.integers(0, count - 1), min_size=2, max_size=2, unique=True))
+    away = torch.tensor(pair.draw(st.lists(st.sampled_from([-10.0, 10.0]), min_size=size, max_size=size)))
+    points[1, first] += away
+    points[1, second] -= away
+    expected = (points[:, :, None] - points[:, None]).abs().sum(3).amax((1, 2))
+    torch.testing.assert_close(diameter(points), expected)
+
+
+def test_spaces_get_directions_of_their_own() -> None:
+    model = nn.Linear(1, UNITS)
+    spaces = spaces_of(model, space("a", UNITS, ("weight", 0, "write")), space("b", UNITS, ("weight", 0, "write")))
+    meter = Wasserstein(projections=3).start(Task(model, spaces, "removal", 2, 0))
+    activation, labels = draw((10, 10), 6)
+    for one in spaces:
+        meter.see_activation(one, activation, labels)
+    scores = meter.read().scores
+    assert not np.array_equal(scores["a"], scores["b"])
 
 
 def test_unequal_class_sizes_are_exact() -> None:
@@ -209,6 +232,15 @@ def test_folded_and_whole_classes_compare_on_one_grid() -> None:
     activation = torch.from_numpy(np.concatenate([many, few]))[:, None, None]
     found = measure(activation, torch.tensor([0] * 100 + [1] * 5), classes=200).scores["s"][0]
     assert found == pytest.approx(wasserstein_distance(cells, few), rel=1e-12)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_sorting_by_threads(threads: int) -> None:
+    torch.set_num_threads(threads)
+    rows = torch.randn(5000, 2, 16)
+    expected = rows.sort(-1).values
+    assert sort_(rows) is rows
+    assert torch.equal(rows, expected)
 
 
 @given(st.integers(1, 20), st.integers(1, 20))

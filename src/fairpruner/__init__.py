@@ -6,6 +6,8 @@ from .costs import count_flops, count_params
 from .diagnostics import diagnose
 from .discovery import discover
 from .errors import FairprunerError
+from .repair import repair
+from .reporting import Report, report
 from .scoring import score
 from .signals import protection_signal, removal_signal
 from .storage import load, save
@@ -24,6 +26,8 @@ __all__ = [  # noqa: RUF022 (in the order of the pipeline)
     "diagnose",
     "cut",
     "mask",
+    "repair",
+    "report",
     "save",
     "load",
     "conflict_curve",
@@ -35,6 +39,8 @@ __all__ = [  # noqa: RUF022 (in the order of the pipeline)
     "Spaces",
     "UnitSpace",
     "ConflictCurve",
+    "Report",
+    "Note",
     "FairprunerError",
     "signals",
     "removal_signal",

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from .calling import call, describe, tensors_of
 from .errors import FairprunerError
+from .tokens import IGNORED, own_labels, targets_of
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -47,6 +48,11 @@ class Batch:
 
         return Batch(_map(self.inputs, some), some(self.labels), self.position)
 
+    def predicted_tokens(self) -> int:
+        """How many tokens the default loss of a language model is the mean over."""
+        targets = targets_of(self.inputs, self.labels)
+        return 0 if targets is None else int((targets != IGNORED).sum())
+
     def class_labels(self) -> Tensor:
         """The labels, refused unless they are one class index for each sample, int64 [N]."""
         found = describe(self.labels)
@@ -62,15 +68,19 @@ class Batch:
 
 
 def read_batches(data: Iterable[Any], device: torch.device) -> Iterator[Batch]:
-    """Every batch of `data`, moved to `device`: (input, label) pairs, or dicts with the label under one of LABEL_KEYS."""
+    """Every batch of `data`, moved to `device`: (input, label) pairs, or dicts with the label under one of LABEL_KEYS.
+
+    A dict of tokens may come without: its tokens are then their own labels, to be predicted one ahead.
+    """
     for position, item in enumerate(data):
         if isinstance(item, Mapping):
             key = next((k for k in LABEL_KEYS if k in item), None)
-            if key is None:
+            inputs = {k: v for k, v in item.items() if k != key}
+            labels = item[key] if key is not None else own_labels(inputs)
+            if labels is None:
                 raise FairprunerError(
                     f"Batch {position} is a dict with the keys {sorted(map(str, item))}, expected a label under one of {', '.join(LABEL_KEYS)}."
                 )
-            inputs, labels = {k: v for k, v in item.items() if k != key}, item[key]
         elif isinstance(item, (tuple, list)) and len(item) == 2:
             inputs, labels = item
         else:
@@ -139,7 +149,7 @@ def logits_of(output: Any) -> Tensor | None:
 
 
 def mean_loss(loss: Loss | None, output: Any, batch: Batch) -> Tensor:
-    """The loss of a batch, checked to be one finite number; cross-entropy on the logits when `loss` is None."""
+    """The loss of a batch, checked to be one finite number; cross-entropy on the logits, of classes or of tokens, when `loss` is None."""
     value = _cross_entropy(output, batch) if loss is None else loss(output, batch.labels)
     if not isinstance(value, Tensor) or value.ndim != 0:
         raise FairprunerError(f"The loss of batch {batch.position} is {describe(value)}, expected a scalar tensor: the mean over the batch.")
@@ -149,14 +159,34 @@ def mean_loss(loss: Loss | None, output: Any, batch: Batch) -> Tensor:
 
 
 def _cross_entropy(output: Any, batch: Batch) -> Tensor:
-    logits, labels = logits_of(output), batch.class_labels()
+    logits = logits_of(output)
+    if logits is not None and logits.ndim == 3:
+        return _token_cross_entropy(logits, batch)
+    labels = batch.class_labels()
     if logits is None or logits.ndim != 2 or len(logits) != len(labels):
         raise FairprunerError(
             f"The model returned {describe(output)}, expected logits of shape [{len(labels)}, classes] for cross-entropy. Pass loss= for other outputs."
         )
     if int(labels.max()) >= logits.shape[1]:
         raise FairprunerError(f"Batch {batch.position} has the label {int(labels.max())}, expected class indices below the {logits.shape[1]} logits.")
-    return F.cross_entropy(logits.double() if logits.dtype == torch.float64 else logits.float(), labels)
+    return F.cross_entropy(_precise(logits), labels)
+
+
+def _token_cross_entropy(logits: Tensor, batch: Batch) -> Tensor:
+    """The mean over all tokens that have to be predicted; logits [N, T, V]."""
+    targets = targets_of(batch.inputs, batch.labels)
+    if targets is None or targets.shape != logits.shape[:2]:
+        raise FairprunerError(
+            f"The model returned logits {list(logits.shape)} and batch {batch.position} has labels {describe(batch.labels)}, expected a label for each of its tokens. Pass loss= for other outputs."
+        )
+    chosen = targets != IGNORED
+    if not chosen.any():
+        raise FairprunerError(f"Batch {batch.position} has no token to predict: give longer texts, or labels other than {IGNORED}.")
+    return F.cross_entropy(_precise(logits[chosen]), targets[chosen])
+
+
+def _precise(logits: Tensor) -> Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()
 
 
 @contextmanager

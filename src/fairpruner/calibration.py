@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
 
 from .batches import Batch, Loss, forward, logits_of, mean_loss
+from .calling import describe
 from .errors import FairprunerError
 from .observing import Read, find_hooks, reads_of, watching
 from .signals.base import Meter, Need, Signal, Step
 from .signals.classes import ClassGroups
+from .tokens import mean_over_tokens, real_tokens
 from .types import Spaces, UnitSpace
 
 Meters = Sequence[tuple[str, Meter]]  # with the names of their signals
@@ -25,8 +28,8 @@ class Calibration:
         self._model, self._loss, self._grouping = model, loss, grouping
         self.needs: frozenset[Need] = frozenset[Need]().union(*(signal.needs for signal in signals))
         self._backward = bool(self.needs & {"gradients", "gates"})
-        # Cross-entropy, too, needs class indices for labels.
-        self._classes = any(signal.compares_classes for signal in signals) or (loss is None and (self._backward or "deletions" in self.needs))
+        self._comparing = [signal.name for signal in signals if signal.compares_classes]
+        self._on_tokens = False  # the loss is a mean over tokens, not over samples
         watched = self.needs & {"activations", "gates", "deletions"}
         self._reads = reads_of(model, spaces, observed_only=watched == {"activations"}) if watched else ()
         self._observed = {read for read in self._reads if read.part is read.space.observed} if "activations" in self.needs else set()
@@ -46,13 +49,14 @@ class Calibration:
 
         self._hooked = find_hooks(self._model, self._reads, run)
         logits = logits_of(outputs[0])
+        self._on_tokens = self._loss is None and logits is not None and logits.ndim == 3
         if logits is not None and logits.ndim == 2:
             return logits.shape[1]
-        return int(labels.max()) + 1 if self._classes else 1
+        return int(labels.max()) + 1 if self._comparing else 1
 
     def step(self, batch: Batch, half: int, meters: Meters) -> None:
         """Show one batch to all meters."""
-        step = Step(batch.size, half)
+        step = Step(batch.predicted_tokens() if self._on_tokens else batch.size, half)
         labels = self._labels(batch)
         gates: list[tuple[Read, Tensor, int]] = []
         shown: set[Read] = set()
@@ -74,7 +78,7 @@ class Calibration:
                 output = forward(self._model, batch)
         if self._backward:
             gradients, of_gates = self._gradients(mean_loss(self._loss, output, batch), [gate for _, gate, _ in gates], batch)
-            terms = _gate_terms(gates, of_gates, batch.size)
+            terms = _gate_terms(gates, of_gates, batch.size, step)
             for _, meter in meters:
                 meter.see_gradients(gradients, step)
                 meter.see_gates(terms, step)
@@ -86,7 +90,11 @@ class Calibration:
     def _labels(self, batch: Batch) -> Tensor:
         if self._grouping is not None:
             return self._grouping(batch.class_labels())
-        return batch.class_labels() if self._classes else batch.labels
+        if self._comparing and batch.labels.ndim > 1 and real_tokens(batch.inputs) is not None:
+            raise FairprunerError(
+                f"Signal {self._comparing[0]!r} compares classes, and batch {batch.position} has none: its labels are {describe(batch.labels)}. Give each sample a class, or choose a removal signal without: activation, reconstruction, l2."
+            )
+        return batch.class_labels() if self._comparing else batch.labels
 
     def _gradients(self, loss: Tensor, gates: Sequence[Tensor], batch: Batch) -> tuple[dict[str, Tensor], list[Tensor | None]]:
         """Gradients of the mean loss by parameter and for the gates; no `.grad` is touched."""
@@ -117,15 +125,32 @@ class Calibration:
 
 def _show(read: Read, source: Tensor, axis: int, labels: Tensor, batch: Batch, meters: Meters) -> None:
     with torch.autocast(source.device.type, enabled=False):  # the model may run in low precision, the signals do not
-        activation = read.by_unit(source, axis, batch.size)  # [N, J, F]
-        # The sum is quick and shows nearly every flaw; only if it looks bad are all values examined.
-        if not torch.isfinite(activation.sum()) and not torch.isfinite(activation).all():
-            raise FairprunerError(
-                f"Space {read.space.name!r} has NaN or infinite activations in batch {batch.position}: look at that batch and at the weights before {read.part.tensor}."
-            )
-        for name, meter in meters:
-            with _blaming(name, read.space):
-                meter.see_activation(read.space, activation, labels)
+        for pooled, some in groupby(sorted(meters, key=_pools), key=_pools):
+            activation, own = _seen(read, source, axis, labels, batch, pooled=pooled)
+            # The sum is quick and shows nearly every flaw; only if it looks bad are all values examined.
+            if not torch.isfinite(activation.sum()) and not torch.isfinite(activation).all():
+                raise FairprunerError(
+                    f"Space {read.space.name!r} has NaN or infinite activations in batch {batch.position}: look at that batch and at the weights before {read.part.tensor}."
+                )
+            for name, meter in some:
+                with _blaming(name, read.space):
+                    meter.see_activation(read.space, activation, own)
+
+
+def _pools(named: tuple[str, Meter]) -> bool:
+    return named[1].pools_tokens
+
+
+def _seen(read: Read, source: Tensor, axis: int, labels: Tensor, batch: Batch, *, pooled: bool) -> tuple[Tensor, Tensor]:
+    """What a signal is shown, [N, J, F], and the labels: of texts, each real token is a sample, or if `pooled` their mean; padding is never seen."""
+    real = real_tokens(batch.inputs, read.part.tensor)
+    if real is None or axis != -1 or source.shape[:-1].numel() != real.numel():
+        return read.by_unit(source, axis, batch.size), labels
+    source = source.reshape(*real.shape, -1)  # [N, T, C]; some models fold texts and tokens into one dim
+    if pooled:
+        return read.by_unit(mean_over_tokens(source, real), axis, batch.size), labels
+    rows = source[real]  # [tokens, C]
+    return read.by_unit(rows, axis, len(rows)), labels.repeat_interleave(real.sum(1), dim=0)
 
 
 @contextmanager
@@ -139,13 +164,13 @@ def _blaming(signal: str, space: UnitSpace) -> Iterator[None]:
         raise FairprunerError(f"Signal {signal!r} failed on space {space.name!r}: {type(error).__name__}: {error}") from error
 
 
-def _gate_terms(gates: Sequence[tuple[Read, Tensor, int]], gradients: Sequence[Tensor | None], samples: int) -> dict[str, Tensor]:
+def _gate_terms(gates: Sequence[tuple[Read, Tensor, int]], gradients: Sequence[Tensor | None], samples: int, step: Step) -> dict[str, Tensor]:
     """<activation, gradient of each sample's own loss> of every unit, over all that read it: space -> [N, J]."""
     terms: dict[str, Tensor] = {}
     for (read, gate, axis), gradient in zip(gates, gradients, strict=True):
         if gradient is not None:
             activation, slope = (read.by_unit(t.detach(), axis, samples) for t in (gate, gradient))  # [N, J, F]
-            term = (activation * slope).sum(2, dtype=torch.float64 if gate.dtype == torch.float64 else torch.float32) * samples
+            term = (activation * slope).sum(2, dtype=torch.float64 if gate.dtype == torch.float64 else torch.float32) * step.samples
             terms[read.space.name] = terms[read.space.name] + term if read.space.name in terms else term
     return terms
 

@@ -23,9 +23,11 @@ from .datasets import Preprocessing, Sampling, example_of, load_data
 from .demo import DATA, PRUNED, SCORES, WEIGHTS
 from .demo import run as run_demo
 from .errors import FairprunerError
-from .sources import PRETRAINED, input_shape_of, is_zoo, load_model, transform_of
+from .hugging_face import is_causal, is_source, place_of, tokenizer_of
+from .sources import PRETRAINED, example_for, is_zoo, load_model, transform_of
 from .storage import FOLDER_FILES
 from .tables import Shown, show_demo, show_plan, show_scores, show_spaces, show_sweep
+from .text import READERS, Columns, load_text
 from .types import KINDS, METRICS, Budget, Metric, Plan, Scores
 
 
@@ -92,13 +94,20 @@ def _names(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="timm:NAME, torchvision:NAME, package.module:FUNCTION or path/to/file.py:FUNCTION.")]
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="timm:NAME, torchvision:NAME, hf:FOLDER or hf:NAME, package.module:FUNCTION or path/to/file.py:FUNCTION.")
+]
 ScoresFile = Annotated[Path, typer.Argument(metavar="SCORES", help="A file that `score` wrote.")]
 Weights = Annotated[str | None, typer.Option(help=f"A .safetensors, .pt or .pth file; {PRETRAINED!r} for the zoo's own.")]
-Data = typer.Option(help="A folder of class subfolders of images, an .npz with x and y, or package.module:FUNCTION or file.py:FUNCTION that returns batches.")
+Data = typer.Option(
+    help="A folder of class subfolders of images, an .npz with x and y, a .jsonl or .csv of texts, or package.module:FUNCTION or file.py:FUNCTION that returns batches."
+)
 Size = Annotated[int | None, typer.Option(help="Images: side in pixels after resizing and centre crop.")]
 Mean = Annotated[str, typer.Option(help="Images and uint8 arrays: mean per channel, of values in [0, 1].")]
 Std = Annotated[str, typer.Option(help="Images and uint8 arrays: standard deviation per channel.")]
+TextColumn = Annotated[str, typer.Option(help="Texts: the column that holds them, or two with a comma between for pairs.")]
+LabelColumn = Annotated[str | None, typer.Option(help="Texts: the column of their classes; a language model can do without.")]
+Length = Annotated[int, typer.Option(help="Texts: take this many tokens of each.")]
 Skip = Annotated[list[str] | None, typer.Option(help="Space, module or pattern to leave alone; may be repeated.")]
 Kinds = Annotated[str | None, typer.Option(help=f"Only these kinds: {', '.join(KINDS)}.")]
 Rule = Annotated[str, typer.Option(help=f"{', '.join(RULES)}.", autocompletion=lambda: list(RULES))]
@@ -118,6 +127,8 @@ def discover(
     shape: Annotated[str | None, typer.Option(help="Shape of one input without the batch, such as 3,32,32; a zoo's model knows its own.")] = None,
     data: Annotated[str | None, Data] = None,
     size: Size = None,
+    text_column: TextColumn = "text",
+    length: Length = 128,
     skip: Skip = None,
     kinds: Kinds = None,
     as_json: AsJson = False,
@@ -125,12 +136,12 @@ def discover(
     """Show what can be removed from a model, and what cannot and why."""
     net = load_model(model, weights)
     if data is not None:
-        example = example_of(_batches(model, net, data, Sampling(samples=1), Preprocessing(size)), torch.device("cpu"))
+        columns = Columns(_names(text_column), None, length)
+        example = example_of(_batches(model, net, data, Sampling(samples=1), Preprocessing(size), columns), torch.device("cpu"))
     else:
-        sides = _shape(shape) if shape is not None else input_shape_of(model, net)
-        if sides is None:
+        example = torch.rand(1, *_shape(shape)) if shape is not None else example_for(model, net)
+        if example is None:
             raise FairprunerError(f"{model} does not say what its input looks like: give --shape, such as --shape 3,32,32, or --data.")
-        example = torch.rand(1, *sides)
     _print(show_spaces(fp.discover(net, example, kinds=_names(kinds) if kinds else None, skip=skip or ())), as_json)
 
 
@@ -148,6 +159,9 @@ def score(
     size: Size = None,
     mean: Mean = "0",
     std: Std = "1",
+    text_column: TextColumn = "text",
+    label_column: LabelColumn = None,
+    length: Length = 128,
     skip: Skip = None,
     seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
     device: Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, mps, …")] = "cpu",
@@ -157,7 +171,10 @@ def score(
     """Score every unit of a model on calibration data, once: every budget after that is instant."""
     _check_room(output, force)
     net = _trained(model, weights, device)
-    batches = _batches(model, net, data, Sampling(samples, batch_size, seed), Preprocessing(size, _floats(mean), _floats(std)))
+    columns = Columns(_names(text_column), label_column, length)
+    if Path(data).suffix in READERS and label_column is None and not is_causal(net):
+        raise FairprunerError(f"{type(net).__name__} does not predict the next token, so its texts need classes: give --label-column.")
+    batches = _batches(model, net, data, Sampling(samples, batch_size, seed), Preprocessing(size, _floats(mean), _floats(std)), columns)
     spaces = fp.discover(net, example_of(batches, torch.device(device)), skip=skip or ())
     scores = fp.score(net, batches, spaces=spaces, removal=_names(removal), protection=_names(protection), groups=groups, seed=seed)
     scores.save(output)
@@ -254,9 +271,21 @@ def demo(
     _print(show_demo(run_demo(output), str(output)), as_json)
 
 
-def _batches(source: str, net: nn.Module, data: str, sampling: Sampling, preprocessing: Preprocessing) -> Iterable[Any]:
-    """The data, its images prepared as the options say, or where they say nothing as the model's zoo does."""
-    return load_data(data, sampling, preprocessing, transform=transform_of(source, net) if preprocessing == Preprocessing() else None)
+def _batches(source: str, net: nn.Module, data: str, sampling: Sampling, preprocessing: Preprocessing, columns: Columns) -> Iterable[Any]:
+    """The data, its images prepared as the options say, or where they say nothing as the model's zoo does; its texts by the model's tokenizer."""
+    if Path(data).suffix in READERS:
+        if not is_source(source):
+            raise FairprunerError(f"Data {data} is text, and {source} has no tokenizer: name a model of Hugging Face, hf:FOLDER.")
+        return _texts(source, net, data, sampling, columns)
+    images = Path(data).is_dir()
+    return load_data(data, sampling, preprocessing, transform=transform_of(source, net) if images and preprocessing == Preprocessing() else None)
+
+
+def _texts(source: str, net: Any, data: str, sampling: Sampling, columns: Columns) -> Iterable[Any]:
+    tokenizer = tokenizer_of(place_of(source))
+    if net.config.pad_token_id is None:  # a classifier made of a language model looks for the last real token by it
+        net.config.pad_token_id = tokenizer.pad_token_id
+    return load_text(data, tokenizer, sampling, columns, classes=net.config.label2id)
 
 
 def _trained(source: str, weights: str | None, device: str = "cpu") -> nn.Module:

@@ -78,7 +78,9 @@ def load_data(source: str, sampling: Sampling, preprocessing: Preprocessing, *, 
     if path.suffix == ".npz":
         return _arrays(path, sampling, preprocessing)
     if ":" not in source:
-        raise FairprunerError(f"Data {source!r} is neither a folder that exists, nor an .npz file, nor package.module:function or path/to/file.py:function.")
+        raise FairprunerError(
+            f"Data {source!r} is neither a folder that exists, nor an .npz file, nor a text file for an hf: model, nor package.module:function or path/to/file.py:function."
+        )
     return _Loader(resolve(source), source, sampling.samples)
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.data_loader import BatchSamplerShard
-from accelerate.utils import set_seed
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from .batches import Batch, read_batches
@@ -32,15 +31,23 @@ CARRIED = (
 READING, COMPUTING = 0, 1  # streams of random numbers; the processes compute with COMPUTING + rank
 
 
-def reseed(*numbers: int) -> None:
-    """Start the random numbers of torch, numpy and Python at a place of their own, so that none have to be saved."""
-    set_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))
+def reseed(device: torch.device, *numbers: int) -> None:
+    """Start the random numbers of torch, numpy and Python at a place of their own, so that no state of theirs has to be saved."""
+    seed = _mixed(*numbers)
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002 (the state that a dataset may use)
+    # torch.manual_seed also tells every kind of device, which takes a millisecond and is for nothing on the CPU.
+    (torch.default_generator.manual_seed if device.type == "cpu" else torch.manual_seed)(seed)
+
+
+def _mixed(*numbers: int) -> int:
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
 @contextmanager
 def own_randomness(device: torch.device) -> Iterator[None]:
     """Random states of torch, numpy and Python are afterwards what they were."""
-    python, array = random.getstate(), np.random.get_state()  # noqa: NPY002 (the state that a dataset may use)
+    python, array = random.getstate(), np.random.get_state()  # noqa: NPY002
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         try:
             yield
@@ -93,12 +100,12 @@ def epoch_batches(data: Iterable[Any], device: torch.device, seed: int, epoch: i
     for source in _sources(data):
         generator = getattr(source, "generator", None)
         if isinstance(generator, torch.Generator):
-            generator.manual_seed(int(np.random.SeedSequence((seed, epoch)).generate_state(1)[0]))
+            generator.manual_seed(_mixed(seed, epoch))
         if hasattr(source, "set_epoch"):
             source.set_epoch(epoch)
     batches = read_batches(data, device)
     for position in itertools.count():
-        reseed(seed, epoch, position, READING)
+        reseed(device, seed, epoch, position, READING)
         batch = next(batches, None)
         if batch is None:
             if position < start:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from .datasets import example_of
 from .discovery import discover
 from .errors import FairprunerError, unknown
 from .recovery import recover
+from .repair import METHODS
+from .repair import repair as mend
 from .scoring import score
 from .surgery import cut
 from .types import Budget, Plan, check_alpha
@@ -24,8 +26,8 @@ from .types import Budget, Plan, check_alpha
 Options = Mapping[str, Mapping[str, Any]]  # stage -> its keyword arguments
 
 # What a caller may set for each stage; the rest follows from prune's own arguments.
-STAGES: dict[str, Callable[..., Any]] = {"discover": discover, "score": score, "allocate": allocate, "recover": recover}
-OWN = {"spaces", "alpha", "keep", "epochs"}
+STAGES: dict[str, Callable[..., Any]] = {"discover": discover, "score": score, "allocate": allocate, "repair": mend, "recover": recover}
+OWN = {"spaces", "keep", "method", "epochs"}
 
 
 def prune(
@@ -35,7 +37,7 @@ def prune(
     keep: Budget | None = None,
     alpha: float | None = None,
     rounds: int = 1,
-    repair: str | None = None,
+    repair: str | Sequence[str] | None = None,
     recover_epochs: int = 0,
     train: Iterable[Any] | None = None,
     options: Options | None = None,
@@ -43,7 +45,7 @@ def prune(
     """The smaller model, and one plan that leads to its shapes from the original; the model given is untouched.
 
     A budget is approached in equal shares: with R rounds each keeps the R-th root of it. A tolerance holds in every
-    round. `repair` names the method that mends each cut, `recover_epochs` are trained after each cut on `train`, or on
+    round. `repair` names the methods that mend each cut, `recover_epochs` are trained after each cut on `train`, or on
     `data`. `options` go to a stage as they are: {"score": {"removal": "l1"}, "recover": {"recipe": Recipe(ema=0.99)}}.
 
     >>> net = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
@@ -54,6 +56,9 @@ def prune(
     """
     options = _checked(options or {})
     _check_schedule(keep, alpha, rounds, recover_epochs)
+    for method in (repair,) if isinstance(repair, str) else repair or ():
+        if method not in METHODS:
+            raise unknown("repair method", method, METHODS)
     for given in (data, train):
         if isinstance(given, Iterator):
             raise FairprunerError(
@@ -71,9 +76,7 @@ def prune(
         small = cut(current, plan)
         spaces = remaining(plan, small)
         if repair is not None:
-            from .repair import repair as mend
-
-            small = mend(small, current, plan, data, method=repair)
+            small = mend(small, current, plan, data, method=repair, **options["repair"])
         if recover_epochs:
             small = recover(small, train if train is not None else data, epochs=recover_epochs, **_of_round(done, options["recover"]))
         current, whole = small, plan if whole is None else compose(whole, plan)

@@ -115,8 +115,8 @@ def _distillation(temperature: float, output: Any, batch: Batch, teacher: nn.Mod
     given = _logits("model", output)
     if wanted.shape != given.shape:
         raise FairprunerError(f"The teacher gives logits of shape {list(wanted.shape)}, the model of {list(given.shape)}: give the model that was pruned.")
-    softened = (F.log_softmax(logits.float() / temperature, dim=-1).flatten(0, -2) for logits in (given, wanted))  # 2 × [N, C]
-    term = temperature**2 * F.kl_div(*softened, reduction="batchmean", log_target=True)
+    softened, target = (F.log_softmax(logits.float() / temperature, dim=-1).flatten(0, -2) for logits in (given, wanted))  # [N, C]
+    term = temperature**2 * F.kl_div(softened, target, reduction="batchmean", log_target=True)
     if not torch.isfinite(term):
         raise FairprunerError(f"The teacher's term of batch {batch.position} is {term.item()}, expected a finite number: look at the teacher's weights.")
     return term

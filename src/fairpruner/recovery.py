@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, astuple
+from dataclasses import asdict, astuple, replace
 from pathlib import Path
 from threading import Event
 from time import perf_counter
@@ -15,13 +15,14 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast
 from torch import Tensor, nn
 
-from .batches import Batch, forward, mean_loss, read_batches
+from .batches import Batch, forward, mean_loss
 from .checkpoints import FILE, Checkpoint, fill, identity, load_checkpoint, optimizer_state, restore_optimizer, save_checkpoint, tensors_of_model
 from .encoding import Json
 from .errors import FairprunerError
 from .feeding import COMPUTING, deal, epoch_batches, own_randomness, reseed, steps_of
 from .history import Epoch, Tally
 from .recipe import Recipe, training_loss
+from .surgery import copy_with
 from .terminal import Show, noticing_interrupts, training_bar
 
 SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
@@ -64,9 +65,7 @@ def recover(
     quiet = not run.accelerator.is_main_process
     with own_randomness(run.accelerator.device), noticing_interrupts() as stop, training_bar(epochs, run.steps, quiet=quiet) as show:
         run.go(on_epoch or (lambda epoch: None), stop, show)
-    best = copy.deepcopy(small)
-    fill(best, run.best)
-    return best
+    return copy_with(small, lambda name, tensor: run.best[name].to(tensor.device))
 
 
 def _accelerator() -> Accelerator:
@@ -97,6 +96,8 @@ class _Run:
             "precision": accelerator.mixed_precision,
         }
         self.epoch = self.position = 0  # of the next batch to train on
+        self.unsaved = 0  # steps since the last checkpoint
+        self.whole = True  # no accumulated gradients are waiting: they are in no checkpoint
         self.tally = Tally()
         self.history: list[Epoch] = []
         self.best: dict[str, Tensor] = {}
@@ -127,22 +128,21 @@ class _Run:
             for batch in epoch_batches(self.train, self.accelerator.device, self.recipe.seed, self.epoch, self.position):
                 self._step(batch)
                 show(self.epoch, self.position, self.tally)
-                if self.position % self.recipe.checkpoint_every == 0:
+                if self.unsaved >= self.recipe.checkpoint_every:
                     self._save()
                 self._leave_if(stop)
         except RuntimeError:
-            self._leave_if(stop)  # Ctrl-C ends a loader's worker processes too, and the loader complains
+            if self.accelerator.num_processes == 1:
+                self._leave_if(stop)  # Ctrl-C ends a loader's worker processes too, and the loader complains
             raise
         if not self.position:
             raise FairprunerError("The training data holds no samples: give a loader, or a list of batches, that yields at least one.")
 
     def _step(self, batch: Batch) -> None:
         start = perf_counter()
-        reseed(self.recipe.seed, self.epoch, self.position, COMPUTING + self.accelerator.process_index)
-        # Data that cannot tell its length changes the learning rate from epoch to epoch only.
-        done = (self.epoch + (self.position / self.steps if self.steps else 0)) / self.epochs
+        reseed(self.accelerator.device, self.recipe.seed, self.epoch, self.position, COMPUTING + self.accelerator.process_index)
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-            group["lr"] = rate * self.recipe.factor(done)
+            group["lr"] = rate * self._factor(self.position)
         self.model.train()
         try:
             with self.accelerator.accumulate(self.model):
@@ -157,11 +157,16 @@ class _Run:
             raise FairprunerError(
                 f"Recovery failed in epoch {self.epoch + 1}, at its batch {self.position} and a learning rate of {rate:.3g}. {error}"
             ) from error
-        if self.average is not None and self.accelerator.sync_gradients:
+        self.whole = self.accelerator.sync_gradients
+        if self.average is not None and self.whole:
             _follow(self.average, self.net, self.recipe.ema)
-        self.position += 1
+        self.position, self.unsaved = self.position + 1, self.unsaved + 1
         self.tally.add(float(loss.detach()), output, batch)
         self.tally.seconds += perf_counter() - start
+
+    def _factor(self, position: int) -> float:
+        """Of the learning rate at a batch of this epoch; data that cannot tell its length changes it from epoch to epoch only."""
+        return self.recipe.factor((self.epoch + (position / self.steps if self.steps else 0)) / self.epochs)
 
     def _close_epoch(self) -> None:
         """Judge the epoch, and keep its weights if none were better."""
@@ -175,7 +180,7 @@ class _Run:
             raise FairprunerError("The validation data holds no samples: give a loader, or a list of batches, that yields at least one.")
         epoch = Epoch(
             number=self.epoch + 1,
-            learning_rate=self.optimizer.param_groups[0]["lr"],
+            learning_rate=self.rates[0] * self._factor(self.position - 1),
             loss=trained.mean_loss,
             accuracy=trained.accuracy,
             validation_loss=validated.mean_loss if validated is not None else None,
@@ -189,16 +194,16 @@ class _Run:
 
     def _validate(self, model: nn.Module, data: Iterable[Any]) -> Tally:
         tally = Tally()
-        model.eval()
+        model.train().eval()  # modules that keep derived tensors drop them when training starts
         with torch.no_grad(), self.accelerator.autocast():
-            for batch in read_batches(data, self.accelerator.device):
+            for batch in epoch_batches(data, self.accelerator.device, self.recipe.seed, self.epoch, 0):
                 output = forward(model, batch)
                 tally.add(float(mean_loss(self.recipe.loss, output, batch)), output, batch)
         return tally
 
     def _total(self, tally: Tally) -> Tally:
-        """The sums over all processes."""
-        return Tally(*self._summed(*astuple(tally)))
+        """The sums over all processes; time passes for all at once."""
+        return replace(Tally(*self._summed(*astuple(tally))), seconds=tally.seconds)
 
     def _summed(self, *numbers: float) -> list[float]:
         if self.accelerator.num_processes == 1:
@@ -207,8 +212,8 @@ class _Run:
         return total
 
     def _leave_if(self, stop: Event) -> None:
-        """Save and leave if Ctrl-C was pressed in any process; with gradients half accumulated, a little later."""
-        if self.epoch == self.epochs or not self.accelerator.sync_gradients or not self._summed(stop.is_set())[0]:
+        """Save and leave if Ctrl-C was pressed in any process; while gradients accumulate, a little later."""
+        if self.epoch == self.epochs or not self.whole or not self._summed(stop.is_set())[0]:
             return
         self._save()
         where = f"Stopped in epoch {self.epoch + 1} of {self.epochs}, {self.position} batches into it"
@@ -217,9 +222,9 @@ class _Run:
         raise KeyboardInterrupt(f"{where}, and saved as {self.folder / FILE}: run the same again to go on from there.")
 
     def _save(self) -> None:
-        finished = self.epoch == self.epochs
-        if self.folder is None or not (self.accelerator.sync_gradients or finished):  # half accumulated gradients are in no checkpoint
+        if self.folder is None or not (self.whole or self.epoch == self.epochs):
             return
+        self.unsaved = 0
         tally = self._total(self.tally)
         if not self.accelerator.is_main_process:
             return
@@ -239,9 +244,11 @@ class _Run:
         save_checkpoint(Checkpoint(tensors, content), self.folder, self.settings)
 
     def resume(self) -> None:
-        """Take up the folder's checkpoint, if there is one."""
+        """Take up the folder's checkpoint; a folder without one gets the start, which shows now whether it can be written."""
         checkpoint = load_checkpoint(self.folder, self.settings) if self.folder is not None else None
+        self.accelerator.wait_for_everyone()  # all have looked before one writes
         if checkpoint is None:
+            self._save()
             return
         tensors, content = checkpoint.tensors, checkpoint.content
         fill(self.net, tensors["model"])

@@ -15,6 +15,7 @@ from .calling import evaluating
 from .errors import FairprunerError
 from .fingerprint import fingerprint
 from .observing import LastInput
+from .processes import Processes
 from .signals.base import Asked, Reading, Role, Signal, Task, resolve
 from .signals.classes import ClassGroups, group_classes
 from .types import Floats, Scores, Spaces
@@ -35,7 +36,8 @@ def score(
 
     `data` yields batches: (input, label) or dicts. `loss(output, label)` is a mean over the batch, cross-entropy
     on the logits by default. `removal` and `protection` name one signal or several, of which the first is active.
-    `groups` compares groups of similar classes in place of single classes.
+    `groups` compares groups of similar classes in place of single classes. Started in several processes, each given the
+    same data, they share the batches out and all return the same scores.
 
     >>> from fairpruner.discovery import discover
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -46,6 +48,7 @@ def score(
     """
     asked: dict[Role, tuple[Signal, ...]] = {"removal": resolve("removal", removal), "protection": resolve("protection", protection)}
     signals = _distinct(asked)
+    processes = Processes.current()
     # Loaders draw from the random state too, so reading the data is part of what is undone.
     with torch.inference_mode(False), torch.enable_grad(), evaluating(model):
         device = next(itertools.chain(model.parameters(), model.buffers()), torch.empty(0)).device
@@ -61,11 +64,16 @@ def score(
             classes = expected if groups is None else groups
             meters = {role: {s.name: s.start(Task(model, spaces, role, classes, seed)) for s in asked[role]} for role in asked}
             samples = 0
+            shared = processes.share(itertools.chain([first], batches))
             with progress("scoring", data) as advance:
-                for half, batch in in_halves(itertools.chain([first], batches)) if calibration.needs else ():
+                for half, batch in in_halves(shared) if calibration.needs else ():
                     calibration.step(batch, half, [(name, meter) for by_name in meters.values() for name, meter in by_name.items()])
                     samples += batch.size
                     advance(batch.size)
+        if processes.size > 1:
+            samples = sum(processes.gathered(samples))
+            for meter in (meter for by_name in meters.values() for meter in by_name.values()):
+                meter.join(processes)
         with torch.autocast(device.type, enabled=False):
             readings = {role: {name: meter.read() for name, meter in meters[role].items()} for role in meters}
     loss_name = "cross_entropy" if loss is None else getattr(loss, "__name__", type(loss).__name__)

@@ -1,4 +1,4 @@
-"""Models by name: "timm:resnet18", "torchvision:resnet50", "package.module:factory", "path/to/file.py:factory", and their weights."""
+"""Models by name: "timm:resnet18", "torchvision:resnet50", "hf:folder", "package.module:factory", "path/to/file.py:factory", and their weights."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
+from . import hugging_face
 from .errors import FairprunerError, unknown
 
 Factory = Callable[[], nn.Module]
@@ -59,15 +60,16 @@ ZOOS = {
         transform=_torchvision_transform,
     ),
 }
+LIBRARIES = (*ZOOS, hugging_face.PREFIX)
 
 
 def load_model(source: str, weights: str | Path | None = None) -> nn.Module:
-    """The model a source names, with weights from a .safetensors, .pt or .pth file, or the zoo's own ("pretrained").
+    """The model a source names, with weights from a .safetensors, .pt or .pth file, or the zoo's own ("pretrained"); "hf:" has its own.
 
     >>> load_model("torch.nn:Identity")
     Identity()
     """
-    if weights == PRETRAINED:
+    if weights == PRETRAINED or (weights is None and hugging_face.is_source(source)):
         return _build(source, pretrained=True)
     model = _build(source)
     if weights is not None:
@@ -92,30 +94,32 @@ def is_zoo(source: str) -> bool:
 def transform_of(source: str, model: nn.Module) -> Transform | None:
     """The preprocessing that a zoo prescribes for one of its models; None for a model of one's own."""
     library, _, name = source.partition(":")
+    if library == hugging_face.PREFIX:
+        return hugging_face.transform_of(name)
     return ZOOS[library].transform(_import_zoo(library), name, model) if library in ZOOS else None
 
 
-def input_shape_of(source: str, model: nn.Module) -> tuple[int, ...] | None:
-    """The shape of one input, [C, H, W], that a zoo prescribes for one of its models; None for a model of one's own."""
+def example_for(source: str, model: nn.Module) -> Any:
+    """Something to call a named model with, as its zoo prescribes; None for a model of one's own."""
+    if hugging_face.is_source(source):
+        return hugging_face.example_for(model)
     transform = transform_of(source, model)
     if transform is None:
         return None
     from PIL import Image  # every zoo needs it too
 
     try:
-        return tuple(transform(Image.new("RGB", (256, 256))).shape)
+        return transform(Image.new("RGB", (256, 256)))[None]
     except Exception as error:  # video and other models take no image
         raise FairprunerError(f"{source} does not say the shape of its input: give it, such as 3,224,224.") from error
 
 
 def _build(source: str, pretrained: bool = False) -> nn.Module:
     library, _, name = source.partition(":")
-    if library == "hf":
-        raise FairprunerError(
-            f"Source {source!r}: Hugging Face models cannot be named yet; write a function that builds yours and give path/to/file.py:function."
-        )
+    if library == hugging_face.PREFIX:
+        return hugging_face.pretrained(name) if pretrained else hugging_face.architecture(name)
     if pretrained and library not in ZOOS:
-        raise FairprunerError(f"Source {source!r} has no weights of its own: {PRETRAINED!r} works with {', '.join(ZOOS)}; give a weights file.")
+        raise FairprunerError(f"Source {source!r} has no weights of its own: {PRETRAINED!r} works with {', '.join(LIBRARIES)}; give a weights file.")
     build = _zoo_factory(library, name, pretrained) if library in ZOOS else resolve(source)
     if not callable(build):
         raise FairprunerError(f"Source {source!r} is a {type(build).__name__}, expected a function that builds a model.")
@@ -155,7 +159,7 @@ def resolve(source: str) -> Any:
     place, _, name = source.rpartition(":")
     if not place or not name:
         raise FairprunerError(
-            f"Source {source!r} names no function: expected {', '.join(f'{zoo}:name' for zoo in ZOOS)}, package.module:function or path/to/file.py:function."
+            f"Source {source!r} names no function: expected {', '.join(f'{library}:name' for library in LIBRARIES)}, package.module:function or path/to/file.py:function."
         )
     try:
         module = _run_file(Path(place)) if place.endswith(".py") else _import_module(place)

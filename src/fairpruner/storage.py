@@ -21,6 +21,8 @@ from torch import nn
 from .costs import count_params
 from .encoding import Json, compact, digest, plan_from_json, plan_to_json, readable, spaces_from_json, spaces_to_json
 from .errors import FairprunerError
+from .hugging_face import architecture, is_model
+from .pretrained_files import PRETRAINED_FILES, config_file, write_pretrained_files
 from .sources import factory_of
 from .surgery import cut
 from .types import METRICS, Plan, Scores
@@ -28,7 +30,7 @@ from .types import METRICS, Plan, Scores
 VERSION = 1  # of every file written here
 SIGNALS = ("removals", "protections", "halves")  # the arrays of a Scores
 PLAN, MODEL, REPORT, README = "plan.json", "model.safetensors", "report.json", "README.md"
-FOLDER_FILES = {PLAN, MODEL, REPORT, README}  # of a pruned model
+FOLDER_FILES = {PLAN, MODEL, REPORT, README, *PRETRAINED_FILES}  # of a pruned model
 
 
 def save_scores(scores: Scores, path: str | Path) -> None:
@@ -80,7 +82,8 @@ def load_plan(path: str | Path) -> Plan:
 def save(small: nn.Module, plan: Plan, folder: str | Path, *, build: str | None = None) -> None:
     """Write a cut model to a new folder: plan.json, model.safetensors, report.json and a README.md that says how to load it.
 
-    `build` is the source of the original architecture ("timm:resnet18"), for that README.
+    `build` is the source of the original architecture ("timm:resnet18"), for that README. A model of Hugging Face gets its
+    configuration too, and, if `build` is its "hf:" source, its tokenizer.
 
     >>> import fairpruner as fp, tempfile
     >>> def build(): return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -102,26 +105,38 @@ def save(small: nn.Module, plan: Plan, folder: str | Path, *, build: str | None 
         _write_plan(plan, temporary / PLAN)
         _write_tensors(temporary / MODEL, "model", {"plan": digest(plan_to_json(plan))}, _storable(_state(small)))
         (temporary / REPORT).write_text(readable(_report(small, plan)) + "\n", encoding="utf-8")
-        (temporary / README).write_text(_readme(small, plan, build), encoding="utf-8")
+        (temporary / README).write_text(_readme(small, plan, _loading(small, plan, temporary, build)), encoding="utf-8")
 
 
-def load(folder: str | Path, build: Callable[[], nn.Module] | str) -> nn.Module:
+def load(folder: str | Path, build: Callable[[], nn.Module] | str | None = None) -> nn.Module:
     """Rebuild a saved model, bit for bit and in eval mode: build the original architecture, cut it, fill in the saved tensors.
 
-    `build` is a function or a source string; its weights do not matter. Non-persistent buffers and
-    requires_grad come from what it builds, dtypes from the file. See `save` for an example.
+    `build` is a function or a source string; its weights do not matter. A model of Hugging Face can do without: its
+    configuration lies in the folder. Non-persistent buffers and requires_grad come from what is built, dtypes from the file.
+    See `save` for an example.
     """
     folder = Path(folder)
     plan = load_plan(folder / PLAN)
     content, tensors = _read_tensors(folder / MODEL, "model")
     if content.get("plan") != digest(plan_to_json(plan)):
         raise FairprunerError(f"{PLAN} and {MODEL} of folder {folder} do not belong together: restore the two files that were saved at once.")
-    model = (factory_of(build) if isinstance(build, str) else build)()
+    model = _original(folder, build)
     if not isinstance(model, nn.Module):
         raise FairprunerError(f"build returned a {type(model).__name__}, expected the original architecture as a torch.nn.Module.")
     small = cut(model, plan)
     _fill(small, tensors, folder / MODEL)
     return small.eval()
+
+
+def _original(folder: Path, build: Callable[[], nn.Module] | str | None) -> nn.Module:
+    if build is not None:
+        return (factory_of(build) if isinstance(build, str) else build)()
+    config = config_file(folder)
+    if config is None:
+        raise FairprunerError(
+            f"Folder {folder} does not say how to build the original architecture: give build=, a function or a source such as 'timm:resnet18'."
+        )
+    return architecture(str(config))
 
 
 def _state(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -177,9 +192,18 @@ def _report(small: nn.Module, plan: Plan) -> Json:
     return {"format": "fairpruner report", "version": VERSION, **facts, "measured": {"params": count_params(small)}, "spaces": spaces}
 
 
-def _readme(small: nn.Module, plan: Plan, build: str | None) -> str:
+def _loading(small: nn.Module, plan: Plan, folder: Path, build: str | None) -> str:
+    """The part of the README.md that tells how to load the model; writes what a model of Hugging Face needs for it."""
+    if not is_model(small):
+        source = json.dumps(build) if build else "build_original  # a function that returns the original architecture, with any weights"
+        return LOADING.format(arguments=f", build={source}")
+    obstacle = write_pretrained_files(small, plan, folder, build)
+    alone = f"cannot load this folder: {obstacle}." if obstacle else f'loads it as well: `{type(small).__name__}.from_pretrained("path/to/this/folder")`.'
+    return f"{LOADING.format(arguments='')}\nThe library `transformers` by itself {alone}\n"
+
+
+def _readme(small: nn.Module, plan: Plan, loading: str) -> str:
     rows = "\n".join(f"| {metric} | {plan.original[metric]:,} | {plan.predicted[metric]:,} | {plan.share(metric):.1%} |" for metric in METRICS)
-    source = json.dumps(build) if build else "build_original  # a function that returns the original architecture, with any weights"
     return f"""# {type(small).__name__}, pruned with fairpruner
 
 | | original | kept | share |
@@ -188,10 +212,13 @@ def _readme(small: nn.Module, plan: Plan, build: str | None) -> str:
 
 FLOPs are multiply-accumulates. `{PLAN}` says which units went, `{MODEL}` holds what is left, `{REPORT}` the numbers above and those of each space.
 
-```python
+{loading}"""
+
+
+LOADING = """```python
 import fairpruner as fp
 
-model = fp.load("path/to/this/folder", build={source})
+model = fp.load("path/to/this/folder"{arguments})
 ```
 """
 
@@ -222,7 +249,7 @@ def _write_plan(plan: Plan, path: Path) -> None:
 def _write_tensors(path: Path, kind: str, content: Json, tensors: Mapping[str, torch.Tensor]) -> None:
     path.touch()
     mode = path.stat().st_mode  # safetensors would leave a file that only its owner can read
-    save_file(dict(tensors), path, metadata={"fairpruner": compact(_sealed(kind, content, tensors))})
+    save_file(dict(tensors), path, metadata={"format": "pt", "fairpruner": compact(_sealed(kind, content, tensors))})
     path.chmod(mode)
 
 

@@ -1,0 +1,121 @@
+"""Repair: a cut model gets better weights of the same shapes, in closed form, from a few samples and the original model."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..batches import Batch, Loss, forward, mean_loss, progress, read_batches
+from ..calling import evaluating
+from ..errors import FairprunerError, unknown
+from ..fingerprint import fingerprint
+from ..types import Plan
+from .batchnorm import reestimate
+from .folding import fold
+from .notes import Note
+from .regression import choose, choose_mean
+from .sequential import refit
+from .wiring import Wire, find_wires, kept_indices, tensors_by_name
+
+__all__ = ["METHODS", "Note", "repair"]
+
+Method = Callable[[nn.Module, nn.Module, Plan, Iterable[Batch], Mapping[str, Wire]], list[Note]]
+
+METHODS: dict[str, Method] = {
+    "mean": partial(fold, choose=choose_mean),
+    "least_squares": partial(fold, choose=choose),
+    "sequential": refit,
+    "batchnorm": lambda small, model, plan, batches, wires: reestimate(small, batches),
+}
+
+
+def repair(
+    small: nn.Module,
+    model: nn.Module,
+    plan: Plan,
+    data: Iterable[Any],
+    *,
+    method: str | Sequence[str] = "least_squares",
+    loss: Loss | None = None,
+    notes: list[Note] | None = None,
+) -> nn.Module:
+    """A copy of `small`, the cut of `model` by `plan`, with weights that make up for what was removed; no training, inputs untouched.
+
+    `mean` gives consumers the mean of what they lost; `least_squares` predicts it from what they kept;
+    `sequential` refits every weight in the order of the forward pass; `batchnorm` estimates running statistics
+    again. Several methods are applied one after the other, and each only if it lowers the `loss` on the data
+    (cross-entropy by default). `notes` is a list that gets one line for each weight: repaired, kept or skipped.
+
+    >>> import fairpruner as fp
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))  # 8 units that 4 inputs determine
+    >>> plan = fp.Plan.removing(fp.discover(net, torch.zeros(1, 4)), {"0": (1, 5, 6)})
+    >>> data = [(torch.randn(64, 4), torch.arange(64) % 2)]
+    >>> small = fp.repair(fp.cut(net, plan), net, plan, data)
+    >>> torch.allclose(small(data[0][0]), net(data[0][0]), atol=1e-4)
+    True
+    """
+    methods = (method,) if isinstance(method, str) else tuple(method)
+    for name in methods:
+        if name not in METHODS:
+            raise unknown("repair method", name, METHODS)
+    if isinstance(data, Iterator):
+        raise FairprunerError(f"Repair reads the data several times, and a {type(data).__name__} can be read once: give a loader or a list of batches.")
+    _check(small, model, plan)
+    told = [] if notes is None else notes
+    device = next(itertools.chain(model.parameters(), model.buffers()), torch.empty(0)).device
+    with torch.inference_mode(False), torch.no_grad(), evaluating(model), evaluating(small):
+        first = next(read_batches(data, device), None)
+        if first is None:
+            raise FairprunerError("The data holds no samples: give a loader, or a list of batches, that yields at least one.")
+        wires = find_wires(model, first)
+        best = copy.deepcopy(small)
+        least = _loss(best, data, device, loss)
+        for name in methods:
+            trial = copy.deepcopy(best)
+            with progress(f"repair: {name}", data) as advance:
+                lines = METHODS[name](trial, model, plan, _counted(read_batches(data, device), advance), wires)
+            after = _loss(trial, data, device, loss)
+            if after <= least:
+                best, least = trial, after
+                told += lines
+            else:
+                told.append(Note(name, "kept", f"the loss on the data would rise from {least:.4g} to {after:.4g}"))
+    for before, module in zip(small.modules(), best.modules(), strict=True):
+        module.training = before.training
+    return best
+
+
+def _counted(batches: Iterable[Batch], advance: Callable[[int], None]) -> Iterator[Batch]:
+    for batch in batches:
+        yield batch
+        advance(batch.size)
+
+
+def _loss(model: nn.Module, data: Iterable[Any], device: torch.device, loss: Loss | None) -> float:
+    """The mean loss of the samples."""
+    total, samples = 0.0, 0
+    for batch in read_batches(data, device):
+        total += float(mean_loss(loss, forward(model, batch), batch)) * batch.size
+        samples += batch.size
+    return total / samples
+
+
+def _check(small: nn.Module, model: nn.Module, plan: Plan) -> None:
+    if fingerprint(model) != plan.spaces.fingerprint:
+        raise FairprunerError(
+            f"The plan belongs to another model: {type(model).__name__} has the fingerprint {fingerprint(model)}, the plan expects {plan.spaces.fingerprint}. Give the model that was scored."
+        )
+    kept, found = kept_indices(plan), tensors_by_name(small)
+    for name, tensor in tensors_by_name(model).items():
+        expected = [len(kept[name, dim]) if (name, dim) in kept else size for dim, size in enumerate(tensor.shape)]
+        shape = list(found[name].shape) if name in found else None
+        if shape != expected:
+            raise FairprunerError(
+                f"The model to repair is not the cut of this plan: {name} has the shape {shape}, expected {expected}. Give fp.cut(model, plan)."
+            )

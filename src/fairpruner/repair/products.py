@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ..observing import READERS
+from ..types import Ints
 
 _LINEAR = ("input", "weight", "bias")
 _CONV = (*_LINEAR, "stride", "padding", "dilation", "groups")
@@ -38,6 +40,7 @@ class Product:
     """
 
     name: str  # of the weight
+    weight: Tensor  # as it is stored; the call may have been given a transposed view
     function: Callable[..., Any]
     arguments: Mapping[str, Any]
     read_dim: int  # the weight's dim that reads the input
@@ -46,11 +49,6 @@ class Product:
     def source(self) -> Tensor:
         source: Tensor = self.arguments["input"]
         return source
-
-    @property
-    def weight(self) -> Tensor:
-        weight: Tensor = self.arguments["weight"]
-        return weight
 
     @property
     def bias(self) -> Tensor | None:
@@ -79,9 +77,10 @@ class Product:
         if weight.ndim == 2:
             return (weight.t() if self.read_dim == 1 else weight)[None, :, None, :]
         if self.transposed:
-            split = weight.unflatten(0, (self.groups, -1))  # [G, c, q, *kernel]
+            split: Tensor = weight.unflatten(0, (self.groups, -1))  # [G, c, q, *kernel]
             return split.flip(tuple(range(3, split.ndim))).flatten(3).transpose(2, 3)
-        return weight.unflatten(0, (self.groups, -1)).flatten(3).permute(0, 2, 3, 1)  # from [G, q, c, *kernel]
+        filters: Tensor = weight.unflatten(0, (self.groups, -1))  # [G, q, c, *kernel]
+        return filters.flatten(3).permute(0, 2, 3, 1)
 
     def stored(self, matrix: Tensor, like: Tensor) -> Tensor:
         """The inverse of `matrix`: the weight in the shape and type of `like`."""
@@ -90,15 +89,16 @@ class Product:
             return (flat.t() if self.read_dim == 1 else flat).to(like)
         kernel = like.shape[2:]
         if self.transposed:
-            split = matrix.transpose(2, 3).unflatten(3, kernel)  # [G, c, q, *kernel]
+            split: Tensor = matrix.transpose(2, 3).unflatten(3, kernel)  # [G, c, q, *kernel]
             return split.flip(tuple(range(3, split.ndim))).flatten(0, 1).to(like)
-        return matrix.permute(0, 3, 1, 2).unflatten(3, kernel).flatten(0, 1).to(like)
+        filters: Tensor = matrix.permute(0, 3, 1, 2).unflatten(3, kernel)  # [G, q, c, *kernel]
+        return filters.flatten(0, 1).to(like)
 
     def features(self, rows: Tensor) -> Tensor:
         """What the chosen output positions read, [G, rows, c, taps]; `rows` index the flattened batch and positions of the output."""
         source = self.source
         if self.axis == -1:
-            return source.reshape(-1, source.shape[-1])[rows][None, :, :, None]
+            return self.outputs(source, rows)[None, :, :, None]
         dims = self.weight.ndim - 2
         kernel = self.weight.shape[2:]
         stride, dilation = (_tuple(self.arguments.get(name, 1), dims) for name in ("stride", "dilation"))
@@ -111,17 +111,31 @@ class Product:
             windows = windows.unfold(2 + d, dilation[d] * (kernel[d] - 1) + 1, stride[d])
             windows = windows[..., :: dilation[d]]
         where = torch.unravel_index(rows, (windows.shape[0], *windows.shape[2 : 2 + dims]))
-        taken = windows.movedim(1, 1 + dims)[where]  # [rows, C, *kernel]
-        return taken.flatten(2).unflatten(1, (self.groups, -1)).transpose(0, 1)
+        taken: Tensor = windows.movedim(1, 1 + dims)[where].flatten(2).unflatten(1, (self.groups, -1))  # [rows, G, c, taps]
+        return taken.transpose(0, 1)
 
     def outputs(self, out: Tensor, rows: Tensor) -> Tensor:
-        """The chosen rows of an output of this call, or of anything of its shape, [rows, C]."""
-        return out.movedim(self.axis, -1).flatten(0, -2)[rows] if self.axis == -1 else _rows(out, rows)
+        """The same rows of this call's output, or of anything of its shape, [rows, C]."""
+        last = out.movedim(self.axis, -1)
+        return last[torch.unravel_index(rows, last.shape[:-1])]
 
+    @property
+    def write_dim(self) -> int:
+        """The weight's dim that writes the output."""
+        return 1 - self.read_dim
 
-def _rows(out: Tensor, rows: Tensor) -> Tensor:
-    where = torch.unravel_index(rows, (out.shape[0], *out.shape[2:]))
-    return out.movedim(1, -1)[where]
+    def kept_outputs(self, kept: Mapping[tuple[str, int], Ints]) -> Tensor:
+        """The channels of the output that a cut leaves, given what it leaves of the weight (this call is the original's)."""
+        read, written = self.weight.shape[self.read_dim], self.weight.shape[self.write_dim]
+        indices = kept.get((self.name, self.write_dim), np.arange(written))
+        if not self.transposed:
+            return torch.from_numpy(indices)
+        # A transposed weight tells the outputs of one group, and its inputs tell which groups are left.
+        groups = np.unique(kept.get((self.name, self.read_dim), np.arange(read)) // (read // self.groups))
+        return torch.from_numpy((groups[:, None] * written + indices).reshape(-1))
+
+    def without_input(self) -> Product:
+        return replace(self, arguments={name: value for name, value in self.arguments.items() if name != "input"})
 
 
 def _tuple(value: Any, dims: int) -> tuple[int, ...]:
@@ -163,8 +177,8 @@ class Walk(TorchFunctionMode):
     def product(self, product: Product) -> Tensor:
         return product.run()
 
-    def norm(self, source: Tensor, out: Tensor, mean: str | None) -> None:
-        """A batch norm in eval mode, and the name of its running mean."""
+    def norm(self, source: Tensor, mean: str | None) -> None:
+        """A batch norm's input, and the name of its running mean."""
 
     def sum(self, position: int, operands: list[Tensor], in_place: bool) -> None:
         """The sum of two tensors of one shape, the position-th of this pass; `operands` may be replaced."""
@@ -179,10 +193,9 @@ class Walk(TorchFunctionMode):
             operands, self.sums = list(args), self.sums + 1
             self.sum(self.sums - 1, operands, function is torch.Tensor.add_)
             args = operands
-        out = function(*args, **kwargs)
-        if function is F.batch_norm:
-            self.norm(args[0], out, self.names.get(id(args[1])) if len(args) > 1 else None)
-        return out
+        if function is F.batch_norm and len(args) > 1:
+            self.norm(args[0], self.names.get(id(args[1])))
+        return function(*args, **kwargs)
 
     def _product(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Product | None:
         defaults = {name: DEFAULTS[name] for name in SIGNATURES[function] if name in DEFAULTS}
@@ -192,8 +205,10 @@ class Walk(TorchFunctionMode):
             return None
         base = weight if weight._base is None else weight._base
         name = self.names.get(id(base))
+        if len(SIGNATURES[function]) > 3 and arguments["input"].ndim != weight.ndim:
+            return None  # called without a batch dimension
         if name is None or base.ndim != weight.ndim or base.numel() != weight.numel() or "beta" in arguments or "alpha" in arguments:
             return None
         turned = weight.ndim == 2 and weight.stride() != base.stride()  # a transposed view reads along the other dim
         reader = READERS[function]
-        return Product(name, function, arguments, 1 - reader.dim if turned else reader.dim)
+        return Product(name, base, function, arguments, 1 - reader.dim if turned else reader.dim)

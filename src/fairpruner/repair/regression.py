@@ -10,6 +10,18 @@ from torch import Tensor
 # Shares of the features' mean variance that are added to each: the first is for exact solutions, the last for few samples.
 DAMPINGS = (1e-13, 1e-9, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 
+ROUNDING = 1e-12
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """Float64 as it is, everything narrower as float32."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def first_half(rows: Tensor, total: int, samples: int, before: int) -> Tensor:
+    """Which rows, of `total` that lie sample by sample, belong to the samples that fit; the others prove. `before` came earlier."""
+    return (rows * samples // total + before) % 2 == 0
+
 
 @dataclass(frozen=True, eq=False)
 class Sums:
@@ -25,6 +37,7 @@ class Sums:
     @staticmethod
     def of(features: Tensor, targets: Tensor) -> Sums:
         """From features [G, rows, p] and targets [G, rows, q]."""
+        features, targets = wide(features), wide(targets)
         gram, cross = features.mT @ features, features.mT @ targets
         return Sums(features.shape[1], gram.double(), cross.double(), targets.double().square().sum((1, 2)), features.double().sum(1), targets.double().sum(1))
 
@@ -41,11 +54,12 @@ class Sums:
     def fit(self, damping: float, with_offset: bool) -> Fit | None:
         """The damped fit, or None if the damping is too small for a solution."""
         gram, cross = self.gram, self.cross
+        floor = ROUNDING * gram.diagonal(dim1=1, dim2=2).mean(1)  # [G]: all that is left where every feature is constant
         if with_offset:
             mean = self.features / self.rows  # [G, p]
             gram = gram - mean[:, :, None] * self.features[:, None, :]
             cross = cross - mean[:, :, None] * self.targets[:, None, :]
-        size = gram.diagonal(dim1=1, dim2=2).mean(1).clamp_min(1e-300)  # [G]
+        size = gram.diagonal(dim1=1, dim2=2).mean(1).maximum(floor).clamp_min(torch.finfo(gram.dtype).tiny)  # [G]
         ridge = torch.eye(gram.shape[1], dtype=gram.dtype, device=gram.device) * (damping * size)[:, None, None]
         factor, failed = torch.linalg.cholesky_ex(gram + ridge)
         if failed.any():
@@ -69,35 +83,49 @@ class Fit:
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """The fit to use, or None where nothing helps, and the held-out errors without and with it."""
+    """The fit to use, or None and why not, with the held-out errors of doing nothing and of the fit."""
 
     fit: Fit | None
     before: float
     after: float
+    reason: str
 
 
 def choose(halves: tuple[Sums, Sums], with_offset: bool) -> Choice:
     """Fit all rows with the damping under which a fit of the first half does best on the second; None if none beats doing nothing."""
     first, second = halves
-    before = float(second.square.sum())
-    if min(first.rows, second.rows) == 0:
-        return Choice(None, before, before)
-    best, after = None, before
-    for damping in DAMPINGS:
+    best, after = None, _nothing(second)
+    for damping in DAMPINGS if _can_prove(halves) else ():
         fit = first.fit(damping, with_offset)
-        error = second.error(fit) if fit is not None else before
+        error = second.error(fit) if fit is not None else after
         if error < after:
-            best, after = damping, error
-    if best is None:
-        return Choice(None, before, before)
-    return Choice((first + second).fit(best, with_offset), before, max(after, 0.0))
+            best, after = damping, max(error, 0.0)
+    fit = None if best is None else (first + second).fit(best, with_offset)
+    return _choice(halves, fit, after, "fitted" if with_offset else "fitted without an offset: no bias and no batch norm takes one")
 
 
-def choose_mean(halves: tuple[Sums, Sums]) -> Choice:
+def choose_mean(halves: tuple[Sums, Sums], with_offset: bool) -> Choice:
     """The offset alone, under the same proof."""
     first, second = halves
-    before = float(second.square.sum())
-    if min(first.rows, second.rows) == 0:
-        return Choice(None, before, before)
-    after = second.error(first.mean())
-    return Choice((first + second).mean(), before, after) if after < before else Choice(None, before, before)
+    if not with_offset:
+        return Choice(None, _nothing(second), _nothing(second), "no bias and no batch norm takes an offset")
+    after = second.error(first.mean()) if _can_prove(halves) else _nothing(second)
+    helps = after < _nothing(second)
+    return _choice(halves, (first + second).mean() if helps else None, after, "fitted")
+
+
+def _nothing(sums: Sums) -> float:
+    """The error of no repair at all."""
+    return float(sums.square.sum())
+
+
+def _can_prove(halves: tuple[Sums, Sums]) -> bool:
+    return min(half.rows for half in halves) > 0
+
+
+def _choice(halves: tuple[Sums, Sums], fit: Fit | None, after: float, reason: str) -> Choice:
+    before = _nothing(halves[1])
+    if fit is not None:
+        return Choice(fit, before, after, reason)
+    useless = "no fit of one half of the samples does better than the cut on the other"
+    return Choice(None, before, before, useless if _can_prove(halves) else "a single sample leaves none to prove a fit with")

@@ -1,238 +1,195 @@
+"""Refit the weights of a cut model in the order they are called, against the original model run beside it.
+
+Both models run over each batch once. Where a weight is called in the cut model, what it reads there, with all the
+drift that earlier weights left, is fitted to what the original gives at the same place; and where the output runs into a
+sum, to the original's sum, so that the refit also makes up for the drift of the other operand. The forward pass
+then goes on with the new weight. Sums over rows are kept from batch to batch, so each batch makes all fits better.
+"""
+
 from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+
 import torch
 from torch import Tensor, nn
+
 from ..batches import Batch, forward
+from ..types import Ints, Plan
+from .notes import UNSEEN, USED_ELSEWHERE, Note
 from .products import Product, Walk
-from .regression import Sums, choose
-from ..types import Plan
-import numpy as np
+from .regression import Choice, Fit, Sums, choose, first_half
+from .wiring import Offset, Sum, Wire, kept_indices, straight_line, tensors_by_name
 
-POSITIONS = 32
+POSITIONS = 32  # rows taken of each sample: neighbours tell little more
+MOST_SUMS = 2**26  # numbers kept for one weight
 
 
-class Wiring(Walk):
-    def __init__(self, model):
+def refit(small: nn.Module, model: nn.Module, plan: Plan, batches: Iterable[Batch], wires: Mapping[str, Wire]) -> list[Note]:
+    """Refit every weight of `small` from the first that lost units onwards."""
+    lost = {part.tensor for space in plan.spaces if plan.removed[space.name] for part in space.slices_of("read")}
+    notes = [Note(name, "skipped", UNSEEN) for name in sorted(lost - set(wires))]
+    order = list(wires)
+    start = min((order.index(name) for name in lost & set(wires)), default=len(order))
+    obstacles = {name: _obstacle(wires[name]) for name in order[start:]}
+    notes += [Note(name, "skipped", reason) for name, reason in obstacles.items() if reason]
+    chosen = {name: wires[name] for name, reason in obstacles.items() if not reason}
+    kept = kept_indices(plan)
+    refits: dict[str, _Refit] = {}
+    for count, (batch, last) in enumerate(_with_last(batches), start=1):
+        original = _Original(model, chosen, kept, batch)
+        with original:
+            forward(model, batch)
+        # Solving after 1, 2, 4, … batches is often enough: from one batch to the next a fit changes little.
+        follow = _Follow(small, chosen, original.places, refits, solve=last or count & (count - 1) == 0)
+        with follow:
+            forward(small, batch)
+    return notes + [
+        Note.of(name, one.choice) if one.choice else Note(name, "skipped", f"its sums hold more than {MOST_SUMS} numbers") for name, one in refits.items()
+    ]
+
+
+def _obstacle(wire: Wire) -> str:
+    """Why a weight is not refitted, or nothing."""
+    if not wire.only_multiplies:
+        return USED_ELSEWHERE
+    return f"it is called {wire.calls} times, and a refit fits one place" if wire.calls > 1 else ""
+
+
+def _with_last(batches: Iterable[Batch]) -> Iterator[tuple[Batch, bool]]:
+    """Batches, and whether each is the last."""
+    iterator = iter(batches)
+    held = next(iterator, None)
+    while held is not None:
+        following = next(iterator, None)
+        yield held, following is None
+        held = following
+
+
+@dataclass(frozen=True, eq=False)
+class _Place:
+    """What the original gives at the chosen rows of one weight's output, or of the sum it runs into."""
+
+    rows: Tensor  # [rows]
+    first_half: Tensor  # [rows], bool: the samples that fit; the others prove
+    values: Tensor  # [rows, kept outputs]
+
+
+class _Original(Walk):
+    """Takes rows of the original's outputs and sums."""
+
+    def __init__(self, model: nn.Module, wires: Mapping[str, Wire], kept: Mapping[tuple[str, int], Ints], batch: Batch) -> None:
         super().__init__(model)
-        self.outs = {}
-        self.calls = {}
-        self.bias = {}
-        self.mean = {}
-        self.sum_of = {}
-        self.order = []
-        self.taken = {}
+        self._wires, self._kept, self._batch = wires, kept, batch
+        self._generator = torch.Generator().manual_seed(batch.position)
+        self._waiting: dict[int, tuple[Product, Tensor]] = {}  # sum -> who runs into it, and its rows
+        self.places: dict[str, _Place] = {}
 
-    def product(self, p):
-        out = p.run()
-        n = p.name
-        self.calls[n] = self.calls.get(n, 0) + 1
-        if n not in self.outs:
-            self.order.append(n)
-        self.outs[n] = (out, out.clone().movedim(p.axis, -1).flatten(0, -2))
-        if p.bias is not None:
-            self.bias[n] = self.names.get(id(p.bias))
-        return out
-
-    def norm(self, source, out, mean):
-        for n, (o, _) in self.outs.items():
-            if o is source:
-                self.mean[n] = mean
-
-    def sum(self, pos, operands, in_place):
-        for n, (o, z) in reversed(self.outs.items()):
-            if n in self.sum_of:
-                continue
-            for side, t in enumerate(operands):
-                if t.shape == o.shape and affine(z, t.movedim(1 if o.ndim > 2 and o.ndim == 4 else -1, -1).flatten(0, -2)):
-                    self.sum_of[n] = (pos, side)
-                    return
-
-
-def affine(z, t):
-    zc = z - z.mean(0)
-    tc = t - t.mean(0)
-    a = (zc * tc).sum(0) / zc.square().sum(0).clamp_min(1e-20)
-    return bool(((tc - a * zc).square().sum() <= 1e-6 * tc.square().sum())) and z.shape[0] > 3
-
-
-def kept(plan):
-    gone = {}
-    for s in plan.spaces:
-        u = np.array(plan.removed[s.name], dtype=np.int64)
-        for part in s.slices if u.size else ():
-            gone.setdefault((part.tensor, part.dim), []).append(np.isin(part.owner, u))
-    return {k: torch.from_numpy(np.flatnonzero(~np.logical_or.reduce(m))) for k, m in gone.items()}
-
-
-class Targets(Walk):
-    """original"""
-
-    def __init__(self, model, todo, wiring, seed):
-        super().__init__(model)
-        self.todo = todo
-        self.w = wiring
-        self.gen = torch.Generator().manual_seed(seed)
-        self.rows = {}
-        self.per = {}
-        self.values = {}
-        self.at = {wiring.sum_of[n][0]: n for n in todo if n in wiring.sum_of}
-        self.products = {}
-
-    def product(self, p):
-        out = p.run()
-        if p.name in self.todo:
-            total = out.numel() // out.shape[p.axis]
-            n = out.shape[0]
-            want = min(total, n * POSITIONS)
-            self.per[p.name] = total // n
-            self.rows[p.name] = torch.randperm(total, generator=self.gen)[:want].sort().values if want < total else torch.arange(total)
-            if p.name not in self.w.sum_of:
-                self.values[p.name] = p.outputs(out, self.rows[p.name])
+    def product(self, product: Product) -> Tensor:
+        out = product.run()
+        if product.name in self._wires:
+            total = out.numel() // out.shape[product.axis]
+            rows = torch.randperm(total, generator=self._generator)[: self._batch.size * POSITIONS].sort().values.to(out.device)
+            into = self._wires[product.name].sum
+            if into is None:
+                self._put(product, rows, product.outputs(out, rows), total)
             else:
-                self.products[p.name] = p
+                self._waiting[into.position] = (product, rows)
         return out
 
-    def sum(self, pos, ops, inp):
-        n = self.at.get(pos)
-        if n is not None:
-            p = self.products.pop(n)
-            r = self.rows[n]
-            self.values[n] = p.outputs(ops[0], r) + p.outputs(ops[1], r)
+    def sum(self, position: int, operands: list[Tensor], in_place: bool) -> None:
+        if position in self._waiting:
+            product, rows = self._waiting.pop(position)
+            first, second = (product.outputs(operand, rows) for operand in operands)
+            self._put(product, rows, first + second, operands[0].numel() // operands[0].shape[product.axis])
+
+    def _put(self, product: Product, rows: Tensor, values: Tensor, total: int) -> None:
+        keep = product.kept_outputs(self._kept).to(values.device)
+        self.places[product.name] = _Place(rows, first_half(rows, total, self._batch.size, self._batch.position), values[:, keep])
 
 
-class Refit(Walk):
-    def __init__(self, small, wiring, keep, state, solve, todo):
-        super().__init__(small)
-        self.small = small
-        self.w = wiring
-        self.keep = keep
-        self.state = state
-        self.solve = solve
-        self.todo = todo
-        self.params = dict(small.named_parameters())
-        self.bufs = dict(small.named_buffers())
-        self.at = {wiring.sum_of[n]: n for n in todo if n in wiring.sum_of}
-        self.pending = {}
+class _Refit:
+    """One weight of the cut model: as it was, the sums so far, and the fit in use."""
 
-    def start(self, targets):
-        self.t = targets
-        self.sums = 0
+    def __init__(self, tensors: Mapping[str, Tensor], product: Product, offset: Offset | None) -> None:
+        self._weight, self._stored, self._offset = product.weight, partial(product.without_input().stored, like=product.weight), offset
+        self._constant = None if offset is None else tensors[offset.tensor]
+        self._weight_before = product.matrix(product.weight.detach()).to(torch.float64, copy=True)  # [G, c, taps, q]
+        self._constant_before = None if self._constant is None else self._constant.detach().to(torch.float64, copy=True)
+        groups, channels, taps, outputs = self._weight_before.shape
+        self._fit = Fit(torch.zeros(groups, channels * taps, outputs).to(self._weight_before), torch.zeros(groups, outputs).to(self._weight_before))
+        self._halves: tuple[Sums, Sums] | None = None
+        self.choice: Choice | None = None
+        self.fits_memory = channels * taps * max(channels * taps, outputs) * groups <= MOST_SUMS
 
-    def product(self, p):
-        out = p.run()
-        if p.name not in self.todo:
-            return out
-        rows = self.t.rows[p.name]
-        z = p.outputs(out, rows)
-        if p.name in self.w.sum_of:
-            self.pending[self.w.sum_of[p.name][0]] = (p, out, z)
-            return out
-        target = self.t.values[p.name][:, self._keep(p)]
-        self._update(p, z, target)
-        return p.run() + self._shift(p)
+    @property
+    def unseen_offset(self) -> Tensor:
+        """What a running mean behind the output adds to it by now, [outputs]; a bias is in the output itself."""
+        hidden = self._offset is not None and self._offset.sign < 0
+        return self._fit.offset.flatten() if hidden else torch.zeros_like(self._fit.offset).flatten()
 
-    def _keep(self, p):
-        k = self.keep.get((p.name, 1 - p.read_dim if p.weight.ndim == 2 or p.transposed else 0))
-        return slice(None) if k is None else k
+    def see(self, product: Product, place: _Place, error: Tensor) -> None:
+        """Add rows: what the weight reads, and by how much its output, as it is now, misses, [rows, outputs]."""
+        features = product.features(place.rows).flatten(2)  # [G, rows, p]
+        groups = features.shape[0]
+        now = features @ self._fit.slope.to(features) + self._fit.offset[:, None].to(features)
+        missing = error.unflatten(1, (groups, -1)).transpose(0, 1) + now  # by the weight as it was: [G, rows, q]
+        new = tuple(Sums.of(features[:, half], missing[:, half]) for half in (place.first_half, ~place.first_half))
+        self._halves = (new[0], new[1]) if self._halves is None else (self._halves[0] + new[0], self._halves[1] + new[1])
 
-    def _shift(self, p):
-        return 0
-
-    def sum(self, pos, ops, inp):
-        if pos not in self.pending:
-            return
-        p, out, z = self.pending.pop(pos)
-        side = self.w.sum_of[p.name][1]
-        rows = self.t.rows[p.name]
-        o = p.outputs(ops[side], rows)
-        s = p.outputs(ops[1 - side], rows)
-        zc = z - z.mean(0)
-        a = (zc * (o - o.mean(0))).sum(0) / zc.square().sum(0).clamp_min(1e-20)
-        drift = self.t.values[p.name][:, self._keep(p)] - (o + s)
-        target = z + torch.where(a.abs() > 1e-6 * a.abs().max(), drift / a, 0)
-        off0 = self._off(p)
-        self._update(p, z, target)
-        dz = p.run() - out
-        shape = [1] * dz.ndim
-        shape[p.axis] = -1
-        dz = (dz + self.doff.view(shape)) * a.view(shape)
-        ops[side] = ops[side].add_(dz) if inp and side == 0 else ops[side] + dz
-
-    def _off(self, p):
-        return None
-
-    def _update(self, p, z, target):
-        st = self.state.setdefault(p.name, {})
-        if "w0" not in st:
-            st["w0"] = p.matrix(self.params[p.name].detach()).clone().double()
-            st["halves"] = None
-            st["name"] = self.w.bias.get(p.name)
-            st["mean"] = self.w.mean.get(p.name) if st["name"] is None else None
-            b = self.params[st["name"]] if st["name"] else self.bufs[st["mean"]] if st["mean"] else None
-            st["b0"] = None if b is None else b.detach().clone().double()
-            st["off"] = torch.zeros(p.run().shape[p.axis], dtype=torch.float64)
-        rows = self.t.rows[p.name]
-        x = p.features(rows).flatten(2)  # [G,rows,p]
-        G = x.shape[0]
-        # current z includes bias_cur; effective offset so far st['off'] in bias case already in z; in mean case not
-        w0 = st["w0"].flatten(1, 2).to(x)
-        base = x @ w0  # [G,rows,q]
-        tgt = target.unflatten(1, (G, -1)).transpose(0, 1)
-        if st["name"]:
-            tgt = tgt - st["b0"].view(G, 1, -1).to(x)
-        if st["mean"]:
-            pass
-        # mean case: z has no offset; effective target for z+off : target computed from z + drift/a where o used current mean => z_eff = z+off
-        if st["mean"] and p.name in self.w.sum_of:
-            tgt = tgt + st["off"].view(G, 1, -1).to(x)
-        r = tgt - base
-        even = (rows // self.t.per[p.name]) % 2 == 0
-        new = (Sums.of(x[:, even], r[:, even]), Sums.of(x[:, ~even], r[:, ~even]))
-        st["halves"] = new if st["halves"] is None else (st["halves"][0] + new[0], st["halves"][1] + new[1])
-        self.doff = torch.zeros_like(st["off"]).to(x)
-        if not self.solve:
-            return
-        c = choose(st["halves"], st["b0"] is not None)
-        st["err"] = (c.before, c.after)
-        if c.fit is None:
-            return
+    def solve(self) -> None:
+        """Put the best weight so far into the model."""
+        assert self._halves is not None
+        self.choice = choose(self._halves, self._offset is not None)
+        self._fit = self.choice.fit or Fit(torch.zeros_like(self._fit.slope), torch.zeros_like(self._fit.offset))
         with torch.no_grad():
-            par = self.params[p.name]
-            par.copy_(p.stored(st["w0"] + c.fit.slope.unflatten(1, st["w0"].shape[1:3]), par))
-            off = c.fit.offset.flatten()
-            if st["name"]:
-                self.params[st["name"]].copy_(st["b0"] + off)
-            elif st["mean"]:
-                self.bufs[st["mean"]].copy_(st["b0"] - off)
-                self.doff = (off - st["off"]).to(x)
-            st["off"] = off
+            self._weight.copy_(self._stored(self._weight_before + self._fit.slope.unflatten(1, self._weight_before.shape[1:3])))
+            if self._offset is not None and self._constant is not None and self._constant_before is not None:
+                self._constant.copy_(self._constant_before + self._offset.sign * self._fit.offset.flatten())
 
 
-def sequential(small, model, plan, batches, *, everything=False, sweeps=1, schedule="double"):
-    first = batches[0]
-    w = Wiring(model)
-    with torch.no_grad(), w:
-        forward(model, first.rows(0, 4))
-    k = kept(plan)
-    if everything:
-        todo = {n for n in w.order if w.calls[n] == 1}
-    else:
-        todo = {part.tensor for s in plan.spaces if plan.removed[s.name] for part in s.slices_of("read")}
-    todo = {n for n in todo if w.calls.get(n) == 1}
-    state = {}
-    for sweep in range(sweeps):
-        if sweep:
-            for st in state.values():
-                st["halves"] = None
-        for i, b in enumerate(batches):
-            with torch.no_grad():
-                t = Targets(model, todo, w, i)
-                with t:
-                    forward(model, b)
-                solve = schedule == "all" or (i & (i + 1)) == 0 or i == len(batches) - 1
-                if sweep and not (i == len(batches) - 1 or solve and i > 2):
-                    solve = False
-                r = Refit(small, w, k, state, solve, todo)
-                r.start(t)
-                with r:
-                    forward(small, b)
-    return small, state
+class _Follow(Walk):
+    """Runs the cut model, refitting each weight as it is reached."""
+
+    def __init__(self, small: nn.Module, wires: Mapping[str, Wire], places: Mapping[str, _Place], refits: dict[str, _Refit], *, solve: bool) -> None:
+        super().__init__(small)
+        self._tensors, self._wires, self._places, self._refits, self._solve = tensors_by_name(small), wires, places, refits, solve
+        self._waiting: dict[int, tuple[Product, Tensor, Sum]] = {}
+
+    def product(self, product: Product) -> Tensor:
+        out = product.run()
+        if product.name not in self._wires:
+            return out
+        wire = self._wires[product.name]
+        if product.name not in self._refits:
+            self._refits[product.name] = _Refit(self._tensors, product, wire.offset)
+        one, place = self._refits[product.name], self._places[product.name]
+        if not one.fits_memory:
+            return out
+        if wire.sum is not None:
+            self._waiting[wire.sum.position] = (product, out, wire.sum)
+            return out
+        one.see(product, place, place.values - product.outputs(out, place.rows) - one.unseen_offset.to(out))
+        if not self._solve:
+            return out
+        one.solve()
+        return product.run()
+
+    def sum(self, position: int, operands: list[Tensor], in_place: bool) -> None:
+        if position not in self._waiting:
+            return
+        product, out, (_, side) = self._waiting.pop(position)
+        one, place = self._refits[product.name], self._places[product.name]
+        own, other = (product.outputs(operands[s], place.rows) for s in (side, 1 - side))
+        slope, _ = straight_line(product.outputs(out, place.rows), own)  # [outputs]
+        drift = place.values - own - other
+        one.see(product, place, torch.where(slope != 0, drift / slope, 0.0))
+        if not self._solve:
+            return
+        before = one.unseen_offset
+        one.solve()
+        shape = [-1 if axis == product.axis % out.ndim else 1 for axis in range(out.ndim)]
+        change = product.run() - out + (one.unseen_offset - before).to(out).view(shape)
+        change = change * slope.view(shape)
+        operands[side] = operands[side].add_(change) if in_place and side == 0 else operands[side] + change

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from ..allocation import allocate
@@ -10,19 +9,22 @@ from ..diagnostics import diagnose
 from ..errors import FairprunerError
 from ..storage import PLAN, REPORT
 from ..types import Plan, Scores
-from .facts import Measured, Report, SpaceFacts
+from .facts import Report, SpaceFacts
+from .measured import Measured, measured_from, read_json
 
 TOLERANCE = 0.1  # that a report of scores alone begins with
 
 __all__ = ["Report", "SpaceFacts", "report"]
 
 
-def report(source: Scores | str | Path, plan: Plan | str | Path | None = None, *, measured: Measured | None = None, title: str | None = None) -> Report:
+def report(
+    source: Scores | str | Path, plan: Plan | str | Path | None = None, *, measured: Measured | str | Path | None = None, title: str | None = None
+) -> Report:
     """Gather what there is to know about scores, a plan and what was measured.
 
     `source` is scores or their file, from which the page lets its reader choose any plan, or the folder of a pruned
     model, which tells about that model's plan alone. `plan` is the one to begin with: a value, a file or a folder.
-    `measured` holds numbers of any models, "accuracy" and "latency_ms" among them: {"cut": {"accuracy": 0.91, "flops": 62e6}}.
+    `measured` holds numbers by model, or is a JSON file of them: {"cut": {"accuracy": 0.91, "flops": 62e6, "latency_ms": 3.1}}.
 
     >>> from fairpruner.types import CostModel, Spaces, UnitSpace
     >>> import numpy as np
@@ -34,13 +36,14 @@ def report(source: Scores | str | Path, plan: Plan | str | Path | None = None, *
     """
     scores = source if isinstance(source, Scores) else None if Path(source).is_dir() else Scores.load(source)
     name = title or ("Scores" if isinstance(source, Scores) else Path(source).name)
+    numbers = measured_from(measured or {})
     if scores is not None:
         chosen = allocate(scores, alpha=TOLERANCE) if plan is None else _plan(plan)
-        return Report(name, chosen, scores, diagnose(scores, chosen), measured or {})
+        return Report(name, chosen, scores, diagnose(scores, chosen), numbers)
     if plan is not None:
         raise FairprunerError(f"Folder {source} holds a plan of its own, and a second one was given: give the scores first to compare plans.")
     folder = Path(str(source))
-    return Report(name, _plan(folder), measured={**_measured(folder), **(measured or {})})
+    return Report(name, _plan(folder), measured={**_measured_at_saving(folder), **numbers})
 
 
 def _plan(plan: Plan | str | Path) -> Plan:
@@ -49,10 +52,8 @@ def _plan(plan: Plan | str | Path) -> Plan:
     return Plan.load(Path(plan) / PLAN if Path(plan).is_dir() else plan)
 
 
-def _measured(folder: Path) -> Measured:
-    """What was measured when the folder was saved."""
-    try:
-        numbers = json.loads((folder / REPORT).read_text(encoding="utf-8"))["measured"]
-    except (OSError, ValueError, KeyError, TypeError):  # nothing measured is nothing to tell
+def _measured_at_saving(folder: Path) -> Measured:
+    """What the folder's own report says."""
+    if not (folder / REPORT).is_file():
         return {}
-    return {folder.name: numbers}
+    return measured_from({folder.name: read_json(folder / REPORT).get("measured", {})})

@@ -14,11 +14,11 @@ import numpy as np
 from ..diagnostics import Diagnosis
 from ..errors import FairprunerError
 from ..types import METRICS, Floats, Plan, Scores, Spaces, Term
+from .measured import Measured, check_measured
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-Measured = Mapping[str, Mapping[str, float]]  # model -> number -> value: {"cut": {"accuracy": 0.91, "flops": 62e6}}
 OUTSIDE = "(outside all spaces)"
 
 
@@ -47,10 +47,7 @@ class Report:
     def __post_init__(self) -> None:
         if (self.scores is None) != (self.diagnosis is None):
             raise FairprunerError("A report holds the scores and the diagnosis that was made of them, or neither.")
-        for model, numbers in self.measured.items():
-            for name, value in numbers.items():
-                if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)) or not math.isfinite(value):
-                    raise FairprunerError(f"Measured {name!r} of {model!r} is {value!r}, expected a finite number: leave out what was not measured.")
+        check_measured(self.measured)
 
     @property
     def before(self) -> Mapping[str, int]:

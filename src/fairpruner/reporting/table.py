@@ -39,7 +39,7 @@ def _measured(report: Report) -> Group:
 
 
 def _change(pair: tuple[float, float]) -> str:
-    return f"{pair[0]:,.0f} → {pair[1]:,.0f}"
+    return " → ".join(f"{value:,.1f}".removesuffix(".0") for value in pair)  # halves show, so that columns add up
 
 
 def _number(value: float | None) -> str:

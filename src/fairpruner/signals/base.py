@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from ..errors import FairprunerError, unknown
+from ..processes import Processes
 from ..types import Floats, Spaces, UnitSpace, check_scores
 
 Role = Literal["removal", "protection"]
@@ -30,7 +31,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Step:
-    """One batch: its number of samples, and which half of the data (0 or 1) it belongs to."""
+    """One batch: its number of samples (for a language model, of predicted tokens), and which half of the data (0 or 1) it belongs to."""
 
     samples: int
     half: int
@@ -48,6 +49,8 @@ class Reading:
 class Meter:
     """One signal during one calibration pass; overrides what it asked to be shown."""
 
+    pools_tokens: ClassVar[bool] = False  # of texts, show the mean over the real tokens of each; otherwise every real token is a sample
+
     def see_activation(self, space: UnitSpace, activation: Tensor, labels: Tensor) -> None:
         """What the space's consumer reads, [N, J, F], and the labels of the samples, [N]."""
 
@@ -59,6 +62,9 @@ class Meter:
 
     def see_deletions(self, loss_change: Callable[[UnitSpace, int], float], step: Step) -> None:
         """A function that gives the change of the mean loss when one unit of a space is removed."""
+
+    def join(self, processes: Processes) -> None:
+        """Take in what this signal's meters saw in the other processes of a job, so that all hold the same; nothing to do without data."""
 
     def read(self) -> Reading:
         """The outcome, asked for once, after the last batch."""
@@ -129,6 +135,12 @@ class _ActivationMeter(Meter):
 
     def see_activation(self, space: UnitSpace, activation: Tensor, labels: Tensor) -> None:
         self._watchers[space.name].update(activation, labels)
+
+    def join(self, processes: Processes) -> None:
+        for watcher in self._watchers.values():
+            if not hasattr(watcher, "join"):
+                raise FairprunerError(f"Signal {self._name!r} saw a part of the data in each of {processes.size} processes: give it a method join(processes), or score in one.")
+            watcher.join(processes)
 
     def read(self) -> Reading:
         scores = {space.name: as_scores(self._watchers[space.name].compute(), space, self._name) for space in self._spaces}

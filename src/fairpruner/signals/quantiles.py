@@ -8,10 +8,17 @@ wherever the borders of the batches lie.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from ..processes import Processes
+
+WORTH_A_THREAD = 2**15  # values to sort
+_threads = ThreadPoolExecutor(thread_name_prefix="fairpruner-sort")  # started when first used
 
 
 class Steps(NamedTuple):
@@ -32,6 +39,14 @@ class ClassQuantiles:
         self._folded = 0  # how many chunks of M samples
         self._sums = like.new_empty(0)  # [C, 2, M/2] once something was folded
 
+    @property
+    def columns(self) -> int:
+        return self._recent.shape[2]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._recent.dtype
+
     def extend(self, rows: Tensor, index: Tensor) -> None:
         """Take the rows of a matrix [N, C] that `index` [n] names, in that order."""
         while len(index):
@@ -44,6 +59,17 @@ class ClassQuantiles:
                 torch.index_select(rows, 0, own, out=self._recent[parity, start : start + len(own)])
             self._filled += taken
             index = index[taken:]
+
+    def join(self, processes: Processes) -> None:
+        """Take in the other processes' samples of this class: sums of sorted chunks add up, recent samples come one process after the other."""
+        folded = processes.gathered(self._folded)
+        if any(folded):
+            zeros = self._recent.new_zeros(self.columns, 2, self._cells)
+            self._sums = processes.summed(self._sums if self._folded else zeros)
+        filled, recent = processes.gathered(self._filled), processes.gathered_tensors(self._recent)
+        self._folded, self._filled = sum(folded), 0
+        for count, samples in zip(filled, recent, strict=True):
+            self.extend(samples.transpose(0, 1).flatten(0, 1), torch.arange(count, device=samples.device))  # even and odd ones took turns
 
     def _fold(self) -> None:
         chunk = _columns(self._recent.flatten(0, 1)).view(-1, 2, self._cells)  # [C, 2, M/2]
@@ -70,12 +96,12 @@ class ClassQuantiles:
         recent = [_columns(self._recent[parity, :count, columns]) for parity, count in enumerate(counts)]  # [c, n] each
         if not self._folded:
             return Steps(sort_(torch.cat(recent, 1)), sort_(recent[0]), sort_(recent[1]))
-        sums = [self._sums[columns, parity] * self._cells for parity in (0, 1)]
         totals = [self._folded * self._cells + count for count in counts]
-        for part, left, count in zip(sums, recent, counts, strict=True):
-            if count:
-                part += sort_(left) @ cell_averages(count, self._cells, left) * count
-        return Steps((sums[0] + sums[1]) / sum(totals), sums[0] / totals[0], sums[1] / totals[1])
+        even, odd = (self._sums[columns, parity] * (self._cells / totals[parity]) for parity in (0, 1))  # [c, M/2] each
+        for half, left, count, total in zip((even, odd), recent, counts, totals, strict=True):
+            if count:  # samples since the last folding join with their share
+                half.addmm_(sort_(left), cell_averages(count, self._cells, left), alpha=count / total)
+        return Steps(torch.lerp(even, odd, totals[1] / sum(totals)), even, odd)
 
 
 def _columns(rows: Tensor) -> Tensor:
@@ -84,11 +110,14 @@ def _columns(rows: Tensor) -> Tensor:
 
 
 def sort_(rows: Tensor) -> Tensor:
-    """Sort the last dimension in place; on the CPU numpy's vectorised sort is many times faster than torch's."""
-    if rows.device.type == "cpu":
-        rows.numpy().sort(axis=-1)
-        return rows
-    return rows.sort(-1).values
+    """Sort the last dimension in place; on the CPU numpy's vectorised sort is many times faster than torch's, and leaves the threading to us."""
+    if rows.device.type != "cpu":
+        return rows.sort(-1).values
+    threads = torch.get_num_threads() if rows.numel() > WORTH_A_THREAD else 1
+    pieces = np.array_split(rows.numpy(), threads)
+    for _ in (_threads.map if threads > 1 else map)(lambda piece: piece.sort(axis=-1), pieces):
+        pass
+    return rows
 
 
 def cell_averages(cells: int, onto: int, like: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..observing import positions_of
+from ..processes import Processes
 from ..types import Floats, UnitSpace
 from .base import Meter, Need, Reading, Signal, Task
 
@@ -37,6 +38,10 @@ class _ReconstructionMeter(Meter):
 
     def see_activation(self, space: UnitSpace, activation: Tensor, labels: Tensor) -> None:
         self._moments[space.name].update(activation)
+
+    def join(self, processes: Processes) -> None:
+        for moments in self._moments.values():
+            moments.join(processes)
 
     def read(self) -> Reading:
         scores, halves = {}, {}
@@ -71,6 +76,10 @@ class _Moments:
             self._sums[parity] += own.sum(1, dtype=torch.float64).cpu().numpy()
             self._rows[parity] += own.shape[1]
         self._samples += len(activation)
+
+    def join(self, processes: Processes) -> None:
+        everybody = processes.gathered((self._products, self._sums, self._rows))
+        self._products, self._sums, self._rows = (np.sum(parts, axis=0) for parts in zip(*everybody, strict=True))
 
     def covariance(self, parities: tuple[int, ...]) -> Floats:
         """[J D, J D]; zero if there were no samples."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..errors import FairprunerError
 from ..observing import positions_of
+from ..processes import Processes
 from ..types import Floats, Ints, UnitSpace
 from .base import ActivationSignal, Meter, Reading, Signal, Task, WeightSignal
 
@@ -74,6 +75,10 @@ class MeanActivation:
             own = means[(parity - seen) % 2 :: 2]
             self._sums[parity] += own.sum(0)
             self._counts[parity] += len(own)
+
+    def join(self, processes: Processes) -> None:
+        everybody = processes.gathered((self._sums, self._counts))
+        self._sums, self._counts = (np.sum(parts, axis=0) for parts in zip(*everybody, strict=True))
 
     def compute(self) -> Floats:
         mean: Floats = self._sums.sum(0) / self._counts.sum()

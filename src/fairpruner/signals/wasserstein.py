@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import FairprunerError
+from ..processes import Processes
 from ..types import Floats, Ints, UnitSpace
 from .base import Meter, Need, Reading, Signal, Task
 from .quantiles import ClassQuantiles
@@ -22,7 +23,8 @@ from .quantiles import ClassQuantiles
 STATE_BYTES = 400 * 10**6  # what all spaces and classes together may keep
 SMALLEST, LARGEST = 4, 256  # samples of a class that are kept before they are folded
 GRID_CELLS = 4096  # bounds classes times kept samples, and so the common grid of classes of unequal sizes
-CHUNK_VALUES = 2**23  # values that are compared at once
+CHUNK_VALUES = 2**22  # values that are compared at once
+FEW_POINTS = 16  # below this, plain differences are quicker than cdist
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,8 @@ def capacity(units: int, classes: int, projections: int, itemsize: int) -> tuple
 
 
 class _WassersteinMeter(Meter):
+    pools_tokens = True  # so that texts of any length are points of one space
+
     def __init__(self, signal: Wasserstein, task: Task) -> None:
         itemsize = max((p.element_size() for p in task.model.parameters() if p.dtype == torch.float64), default=4)
         units = sum(space.size for space in task.spaces)
@@ -84,6 +88,7 @@ class _WassersteinMeter(Meter):
         self._directions: dict[str, Tensor] = {}
         self._classes: dict[str, dict[int, ClassQuantiles]] = {space.name: {} for space in task.spaces}
         self._spaces = task.spaces
+        self._device = next(task.model.parameters()).device
 
     def see_activation(self, space: UnitSpace, activation: Tensor, labels: Tensor) -> None:
         values = activation if activation.dtype == torch.float64 else activation.float()
@@ -110,13 +115,23 @@ class _WassersteinMeter(Meter):
             )
         return known
 
+    def join(self, processes: Processes) -> None:
+        for name, classes in self._classes.items():
+            # A process without samples, or without some class, learns from the others what it has to make room for.
+            known = processes.gathered([(label, one.columns, str(one.dtype)) for label, one in classes.items()])
+            for label, columns, dtype in sorted({entry for entries in known for entry in entries}):
+                if label not in classes:
+                    classes[label] = ClassQuantiles(columns, self._kept, torch.empty(0, dtype=getattr(torch, dtype.removeprefix("torch.")), device=self._device))
+                classes[label].join(processes)
+            self._classes[name] = dict(sorted(classes.items()))
+
     def read(self) -> Reading:
         scores, halves = {}, {}
         for space in self._spaces:
             classes = list(self._classes.pop(space.name).values())  # popped, so that a space's state is freed once it is scored
             if len(classes) < 2:
                 raise FairprunerError(f"Signal {self._signal.name!r} compares classes, and the data holds {len(classes)}: give samples of at least 2.")
-            scores[space.name], *of_halves = _diameters(classes, space.size, self._directions[space.name].shape[1])
+            scores[space.name], *of_halves = _diameters(classes, space.size, classes[0].columns // space.size)
             if len(of_halves) == 2:
                 halves[space.name] = np.stack(of_halves)
         return Reading(scores, halves, {"projections": self._projections, "kept_samples": self._kept})
@@ -150,15 +165,39 @@ def quantile_points(steps: Sequence[Tensor], projections: int) -> Tensor:
     widths = np.diff(edges, prepend=0.0)
     middles = edges - widths / 2
     spread = [step if step.shape[1] == len(edges) else step[:, (middles * step.shape[1]).astype(np.int64)] for step in steps]  # [J * P, G] each
-    points = torch.stack([(step * torch.from_numpy(widths).to(step)).reshape(-1, projections * len(edges)) for step in spread], dim=1)
-    return points
+    points = torch.stack([step.reshape(-1, projections, len(edges)) for step in spread], dim=1)  # [J, K, P, G]
+    points *= torch.from_numpy(widths).to(points)
+    return points.flatten(2)
 
 
 def diameter(points: Tensor) -> Tensor:
-    """The largest L1 distance between two of K points, [J, K, D] -> [J]; every pair is compared once."""
+    """The largest L1 distance between two of K points, [J, K, D] -> [J]."""
+    count, size = points.shape[1:]
+    rule = _by_signs if 2**size < count else _by_halves if count > FEW_POINTS else _by_turns
+    return torch.cat([rule(piece) for piece in points.split(max(1, CHUNK_VALUES // (count * count)))])
+
+
+def _by_signs(points: Tensor) -> Tensor:
+    """Few dimensions: an L1 distance is the largest of the 2^(D-1) signed sums of differences, so each sign's extremes are enough."""
+    size = points.shape[2]
+    bits = torch.arange(2 ** (size - 1), device=points.device) >> torch.arange(size, device=points.device)[:, None] & 1
+    sums = points @ (1 - 2 * bits).to(points)  # [J, K, signs]
+    return (sums.amax(1) - sums.amin(1)).amax(1)
+
+
+def _by_halves(points: Tensor) -> Tensor:
+    """Many points: one half against the other, then each half in itself, so that every pair is compared once."""
     count = points.shape[1]
-    if count == 1:
-        return points.new_zeros(len(points))
+    if count <= FEW_POINTS:
+        return _by_turns(points)
     left, right = points[:, : count // 2], points[:, count // 2 :]
     across = torch.cdist(left, right, p=1.0).flatten(1).amax(1)
-    return across.maximum(diameter(left)).maximum(diameter(right))
+    return across.maximum(_by_halves(left)).maximum(_by_halves(right))
+
+
+def _by_turns(points: Tensor) -> Tensor:
+    """Few points: each against those after it."""
+    found = points.new_zeros(len(points))
+    for first in range(points.shape[1] - 1):
+        found = found.maximum((points[:, first + 1 :] - points[:, first : first + 1]).abs_().sum(2).amax(1))
+    return found

@@ -3,17 +3,22 @@
 
 const charts = [];
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
-const percent = (value, digits = 1) => `${(100 * value).toFixed(digits)} %`;
-const counted = (value) => Math.round(value).toLocaleString("en");
+const percent = (value, digits = 1) => `${(100 * value).toFixed(digits)}\u00a0%`;
+const counted = (value) => value.toLocaleString("en", { maximumFractionDigits: 1 }); // halves show, so that columns add up
 
 function short(value) {
   const [size, unit] = [[1e12, " T"], [1e9, " G"], [1e6, " M"], [1e3, " k"]].find(([size]) => Math.abs(value) >= size) ?? [1, ""];
   return `${Number((value / size).toPrecision(value / size >= 1000 ? 4 : 3))}${unit}`;
 }
 
+const FONT = "12px system-ui, sans-serif";
 function axis(extra) {
-  return { stroke: () => colour("soft"), grid: { stroke: () => colour("grid"), width: 1 }, ticks: { show: false }, font: "12px system-ui, sans-serif", size: 44, gap: 4, ...extra };
+  const label = { labelFont: FONT, labelSize: 20, labelGap: 0 };
+  return { stroke: () => colour("soft"), grid: { stroke: () => colour("grid"), width: 1 }, ticks: { show: false }, font: FONT, size: 44, gap: 6, ...label, ...extra };
 }
+
+// One along the bottom, with a label.
+const below = (label, extra) => axis({ label, size: 26, ...extra });
 
 // An axis of space names, as many of them as there is room for, the end of each.
 function spaceAxis(names) {
@@ -43,7 +48,7 @@ function chart(id, { data, series, scales = {}, axes, height = 260, draw = [], p
       axes,
       series: [{}, ...series],
       cursor: { drag: { setScale: false, x: false, y: false }, y: false, points: { size: 7 }, ...options.cursor },
-      padding: [10, 14, 0, 0],
+      padding: [10, 20, 0, 0],
       focus: options.focus,
       hooks: {
         ...options.hooks,
@@ -84,6 +89,7 @@ function drawn(u, mark) {
     },
     dots(xs, ys, name, { size = 3, hollow = false } = {}) {
       Object.assign(ctx, { strokeStyle: colour(name), fillStyle: colour(hollow ? "card" : name), lineWidth: 1.5 * scale });
+      ctx.setLineDash([]);
       for (let i = 0; i < xs.length; i++) {
         if (ys[i] === null) continue;
         ctx.beginPath();
@@ -98,14 +104,14 @@ function drawn(u, mark) {
     },
     bars(values, name, { width = 0.7, only = null } = {}) {
       ctx.fillStyle = colour(name);
-      const wide = Math.max((x(1) - x(0)) * width, scale);
+      const wide = Math.min(Math.max((x(1) - x(0)) * width, scale), 64 * scale);
       values.forEach((value, i) => {
         if (value !== null && (only === null || only === i)) ctx.fillRect(x(i) - wide / 2, y(value), wide, y(0) - y(value));
       });
     },
     caps(values, name, { width = 0.9 } = {}) {
       ctx.fillStyle = colour(name);
-      const wide = Math.max((x(1) - x(0)) * width, 2 * scale);
+      const wide = Math.min(Math.max((x(1) - x(0)) * width, 2 * scale), 82 * scale);
       values.forEach((value, i) => ctx.fillRect(x(i) - wide / 2, y(value) - scale, wide, 2 * scale));
     },
     text(label, at, value) {
@@ -121,4 +127,5 @@ function drawn(u, mark) {
 // Charts are drawn by hand above invisible series, which the cursor follows.
 const unseen = (extra) => ({ show: true, stroke: "transparent", points: { show: false }, ...extra });
 const bySpace = (names) => ({ x: { time: false, range: [-0.6, names.length - 0.4] } });
-const share = (extra) => axis({ values: (u, splits) => splits.map((value) => `${Math.round(100 * value)} %`), ...extra });
+const inPercent = (u, splits) => splits.map((value) => `${Math.round(100 * value)} %`);
+const share = (extra) => axis({ values: inPercent, ...extra });

@@ -18,7 +18,7 @@ const page = {
   selected: 0,
   select(s) {
     page.selected = s;
-    $("space").value = String(s);
+    if (scored) $("space").value = String(s);
     show();
   },
 };
@@ -43,7 +43,7 @@ function allocated(mode, value) {
 }
 
 const mode = () => document.querySelector("input[name=mode]:checked").value;
-const smallest = () => page.costs.totals(page.dial.depths(page.dial.last))[mode()] / page.original[mode()];
+const smallest = () => page.costs.totals(page.dial.depths(page.dial.last))[mode()] / Math.max(page.original[mode()], 1);
 const amountOf = (plan) => (mode() === "alpha" ? plan.alpha ?? 0 : plan.totals[mode()] / Math.max(page.original[mode()], 1));
 
 // Put the controls where the plan is.
@@ -73,10 +73,12 @@ function choose(value) {
   show();
 }
 
-function fillRow(row, cells) {
-  row.replaceChildren(...cells.map((cell, i) => {
-    const element = document.createElement(i ? "td" : "th");
-    if (!i) element.scope = "row";
+// A row whose first cell is its head, or all of them are.
+function rowOf(cells, scope = "row") {
+  const row = document.createElement("tr");
+  row.append(...cells.map((cell, i) => {
+    const element = document.createElement(i && scope === "row" ? "td" : "th");
+    if (element.tagName === "TH") element.scope = scope;
     element.append(cell instanceof Node ? cell : String(cell));
     return element;
   }));
@@ -95,7 +97,7 @@ function makeTable() {
     button.type = "button";
     button.textContent = space.name;
     button.addEventListener("click", () => page.select(s));
-    const row = fillRow(document.createElement("tr"), [button, space.kind, "", "", "", "", "", "", ""]);
+    const row = rowOf([button, space.kind, "", "", "", "", "", "", ""]);
     row.dataset.space = space.name;
     row.cells[4].className = "bar";
     row.cells[4].replaceChildren(document.createElement("i"));
@@ -120,7 +122,7 @@ function showTable(plan) {
   const all = ["Total", "", counted(page.original.units), counted(plan.totals.units), percent(plan.totals.units / page.original.units), ...totals.map(counted)];
   const more = Object.keys(plan.totals).filter((metric) => !METRICS.includes(metric)); // such as a predicted latency
   const extra = more.map((metric) => [`${metric} (predicted)`, "", page.original[metric], plan.totals[metric], percent(plan.totals[metric] / page.original[metric]), "", "", "", ""]);
-  $("table").tFoot.replaceChildren(...[outside, all, ...extra].map((cells) => fillRow(document.createElement("tr"), cells)));
+  $("table").tFoot.replaceChildren(...[outside, all, ...extra].map((cells) => rowOf(cells)));
 }
 
 function showTiles(plan) {
@@ -166,10 +168,8 @@ function save() {
 }
 
 function fillTable(table, heads, rows) {
-  const head = table.createTHead();
-  head.append(fillRow(document.createElement("tr"), heads));
-  for (const cell of head.rows[0].cells) cell.scope = "col";
-  table.createTBody().append(...rows.map((cells) => fillRow(document.createElement("tr"), cells)));
+  table.createTHead().append(rowOf(heads, "col"));
+  table.createTBody().append(...rows.map((cells) => rowOf(cells)));
 }
 
 function showMeasured() {
@@ -181,11 +181,19 @@ function showMeasured() {
 }
 
 const THEMES = { auto: "◐ Auto", light: "☀ Light", dark: "☾ Dark" };
-function setTheme(theme) {
-  document.documentElement.dataset.theme = theme;
+const systemIsDark = matchMedia("(prefers-color-scheme: dark)");
+let theme = "auto";
+
+function paint(colours) {
+  document.documentElement.dataset.theme = colours;
+  charts.forEach((chart) => { fit(chart); chart.u.redraw(false); });
+}
+
+function setTheme(chosen) {
+  theme = chosen;
   $("theme").textContent = THEMES[theme];
   $("theme").setAttribute("aria-label", theme === "auto" ? "Colours: as the system says" : `Colours: ${theme}`);
-  charts.forEach(({ u }) => u.redraw(false));
+  paint(theme !== "auto" ? theme : systemIsDark.matches ? "dark" : "light");
 }
 
 function start() {
@@ -209,6 +217,9 @@ function start() {
     $("protection-name").textContent = `Protection: ${protection}`;
     $("space").append(...page.names.map((name, s) => new Option(name, String(s))));
     $("space").addEventListener("change", () => page.select(Number($("space").value)));
+    // A plan for a gentle budget removes less than its tolerance of 0 allows: the tolerance alone does not say which plan it is.
+    const told = asGiven.alpha !== null && String(allocated("alpha", asGiven.alpha).depths) === String(asGiven.depths);
+    document.querySelector(`input[name=mode][value=${told ? "alpha" : "flops"}]`).checked = true;
     setControls();
     document.querySelectorAll("input[name=mode]").forEach((radio) => radio.addEventListener("change", setControls));
     $("slider").addEventListener("input", () => {
@@ -239,14 +250,12 @@ function start() {
   $("save").addEventListener("click", save);
   $("theme").addEventListener("click", () => {
     const themes = Object.keys(THEMES);
-    setTheme(themes[(themes.indexOf(document.documentElement.dataset.theme) + 1) % themes.length]);
+    setTheme(themes[(themes.indexOf(theme) + 1) % themes.length]);
   });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => charts.forEach(({ u }) => u.redraw(false)));
-  // Paper is white and narrow.
-  let theme = "auto";
-  addEventListener("beforeprint", () => { theme = document.documentElement.dataset.theme; setTheme("light"); charts.forEach(fit); });
-  addEventListener("afterprint", () => { setTheme(theme); charts.forEach(fit); });
-  setTheme("auto");
+  systemIsDark.addEventListener("change", () => setTheme(theme));
+  addEventListener("beforeprint", () => paint("light")); // paper is white
+  addEventListener("afterprint", () => setTheme(theme));
+  setTheme(theme);
   show();
 }
 

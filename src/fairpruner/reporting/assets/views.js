@@ -47,8 +47,8 @@ function conflictView(page) {
   const view = chart("conflict", {
     data: [grid, ...page.names.map((_, s) => sampled(s))],
     series: page.names.map(() => ({ stroke: () => colour("faint"), width: 1, points: { show: false } })),
-    scales: { y: { range: [0, 1] } },
-    axes: [share({ label: "units removed", labelSize: 18, labelGap: 0 }), axis({ label: "ToD", labelSize: 18, labelGap: 0 })],
+    scales: { y: { range: [-0.02, 1.02] } },
+    axes: [below("units removed", { values: inPercent }), axis({ label: "ToD" })],
     options: {
       cursor: { focus: { prox: 24 }, points: { show: false } },
       focus: { alpha: 1 },
@@ -96,7 +96,7 @@ function toleranceView(page) {
     data: [grid, ...shares(dial)],
     series: [line("a"), line("c", [8, 4]), line("b", [2, 3])],
     scales: { y: { range: [0, 1] } },
-    axes: [axis({ label: "tolerance", labelSize: 18, labelGap: 0 }), share({ label: "kept", labelSize: 18, labelGap: 0 })],
+    axes: [below("tolerance"), share({ label: "kept" })],
     draw: [(pen) => plan.alpha !== null && pen.line([plan.alpha, plan.alpha], [0, 1], "soft", { width: 1, dash: [3, 3] })],
     pointed: (i) => {
       const at = (values) => METRICS.map((metric, k) => `${metric} ${percent(values[k])}`).join(", ");
@@ -112,6 +112,12 @@ function toleranceView(page) {
   };
 }
 
+// Scores have no natural size.
+function score(value) {
+  const plain = value === 0 || (Math.abs(value) >= 1e-3 && Math.abs(value) < 1e4);
+  return plain ? String(Number(value.toPrecision(4))) : value.toExponential(1);
+}
+
 function scoresView(page) {
   let plan = page.plan;
   const ranks = (count) => Array.from({ length: count }, (_, i) => i + 1);
@@ -123,7 +129,7 @@ function scoresView(page) {
     data: [[1], [0]],
     series: [{ stroke: () => colour("a"), width: 2, points: { show: false } }],
     scales: { x: { time: false, range: (u, low, high) => [low - 0.5, high + 0.5] } },
-    axes: [axis({ label: "units", labelSize: 18, labelGap: 0, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000] }), axis({ size: 60, values: (u, splits) => splits.map((v) => (v === 0 || (Math.abs(v) >= 1e-3 && Math.abs(v) < 1e4) ? String(Number(v.toPrecision(4))) : v.toExponential(1))) })],
+    axes: [below("units", { incrs: [1, 2, 5].flatMap((digit) => [1, 10, 100, 1000, 10000].map((size) => digit * size)).sort((a, b) => a - b) }), axis({ size: 60, values: (u, splits) => splits.map(score) })],
     height: 220,
     pointed: () => {
       const depth = plan.depths[page.selected], ranking = plan.rankings[page.selected];
@@ -237,7 +243,7 @@ function measuredView(id, number, measured, label) {
     data: [xs, ys],
     series: [unseen()],
     scales: { x: { time: false, range: () => padded(xs, 0.12) }, y: { range: () => padded(ys, 0.2) } },
-    axes: [axis({ label, labelSize: 18, labelGap: 0, values: (u, splits) => splits.map(short) }), axis({ size: 56 })],
+    axes: [below(label, { values: (u, splits) => splits.map(short) }), axis({ size: 56 })],
     draw: [
       (pen) => {
         pen.dots(xs, ys, "a", { size: 4 });

@@ -1,0 +1,165 @@
+"""Accuracy of pruned CIFAR-10 ResNets without any training: each removal signal and rule, plain and repaired.
+
+    python benchmarks/cifar_resnet56.py                 # what benchmarks/results/cifar_resnet56.json does not hold yet
+    python benchmarks/cifar_resnet56.py --again         # all of it, about an hour on one core
+    python benchmarks/cifar_resnet56.py --table         # only put the tables into docs/repair.md
+
+Real weights and images (--shared), 2,000 calibration images of the training set, all 10,000 test images, one thread.
+Inner channels only: the residual stream keeps its width. Times are CPU time, as multiples of one forward pass of the
+original over the calibration images.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from cifar_models import cifar10, resnet, some, top1
+
+import fairpruner as fp
+
+RESULTS = Path(__file__).parent / "results" / "cifar_resnet56.json"
+PAGE = Path(__file__).parents[1] / "docs" / "repair.md"
+START, END = "<!-- made by: python benchmarks/cifar_resnet56.py --table -->", "<!-- end -->"
+SIGNALS = ("wasserstein", "l1", "fpgm", "reconstruction", "random")
+METHODS = ("plain", "mean", "least_squares", "least_squares+batchnorm", "sequential")
+CALIBRATION = 2000
+
+
+class Run(NamedTuple):
+    """One row of the results."""
+
+    depth: int
+    keep: float
+    rule: str
+    signal: str
+    repair: str
+
+
+def runs() -> Iterator[Run]:
+    """Everything to measure, the most telling first; what comes twice is measured once."""
+    both = ("plain", "sequential")
+    yield from (Run(56, 0.5, "tod", "wasserstein", repair) for repair in METHODS)
+    yield from (Run(56, 0.5, "tod", signal, repair) for signal in ("l1", "reconstruction", "fpgm", "random") for repair in both)
+    yield from (Run(56, keep, "tod", "l1", repair) for keep in (0.7, 0.3) for repair in both)
+    yield from (Run(20, keep, "tod", signal, repair) for keep in (0.5, 0.7, 0.3) for signal in ("l1", "wasserstein") for repair in both)
+    yield from (Run(56, 0.5, "uniform", signal, repair) for signal in SIGNALS for repair in both)
+    yield from (Run(56, keep, "tod", "wasserstein", repair) for keep in (0.7, 0.3) for repair in both)
+    yield from (Run(56, 0.5, "tod", signal, repair) for signal in ("l1", "reconstruction") for repair in METHODS)
+
+
+class Bench:
+    """One model, scored once, ready to be pruned in every way."""
+
+    def __init__(self, depth: int, shared: Path) -> None:
+        self.model, self.test = resnet(depth, shared), cifar10("test", shared)
+        self.data = some(cifar10("train10k", shared), CALIBRATION)
+        self.forward = _seconds(lambda: [self.model(x) for x, _ in self.data])
+        spaces = fp.discover(self.model, self.data[0][0][:1], skip=["conv1"])
+        self.scores = fp.score(self.model, self.data, spaces=spaces, removal=SIGNALS)
+        self.top1 = top1(self.model, self.test)
+
+    def measure(self, run: Run) -> dict[str, Any]:
+        plan = fp.allocate(self.scores.using(run.signal), keep=fp.Budget("flops", run.keep), rule=run.rule)
+        small = fp.cut(self.model, plan)
+        seconds = 0.0
+        if run.repair != "plain":
+            start = time.process_time()
+            small = fp.repair(small, self.model, plan, self.data, method=run.repair.split("+"))
+            seconds = time.process_time() - start
+        return {
+            **run._asdict(),
+            "top1": round(top1(small, self.test), 2),
+            "baseline": round(self.top1, 2),
+            "flops_kept": round(plan.share("flops"), 4),
+            "forwards": round(seconds / self.forward, 2),
+        }
+
+
+def _seconds(action: Any) -> float:
+    """CPU seconds of the second of two calls."""
+    with torch.no_grad():
+        action()
+        start = time.process_time()
+        action()
+        return time.process_time() - start
+
+
+def measure_all(shared: Path, again: bool) -> None:
+    rows: list[dict[str, Any]] = [] if again or not RESULTS.exists() else json.loads(RESULTS.read_text())["rows"]
+    done = {Run(*(row[field] for field in Run._fields)) for row in rows}
+    benches: dict[int, Bench] = {}
+    for run in runs():
+        if run in done:
+            continue
+        done.add(run)
+        if run.depth not in benches:
+            benches[run.depth] = Bench(run.depth, shared)
+        rows.append(benches[run.depth].measure(run))
+        print(rows[-1], flush=True)
+        RESULTS.parent.mkdir(exist_ok=True)
+        text = json.dumps({"command": "python benchmarks/cifar_resnet56.py", "threads": 1, "calibration": CALIBRATION, "rows": rows}, indent=1)
+        RESULTS.write_text(text + "\n")
+
+
+def tables() -> str:
+    """The results as Markdown."""
+    rows = json.loads(RESULTS.read_text())["rows"]
+    found = {Run(*(row[field] for field in Run._fields)): row for row in rows}
+    baseline = {row["depth"]: row["baseline"] for row in rows}
+
+    def cell(run: Run, field: str = "top1") -> str:
+        return f"{found[run][field]:.2f}" if run in found else ""
+
+    def table(head: list[str], body: list[list[str]]) -> str:
+        return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *body))
+
+    methods = [
+        [
+            repair,
+            *(cell(Run(56, 0.5, "tod", s, repair)) for s in ("wasserstein", "l1", "reconstruction")),
+            cell(Run(56, 0.5, "tod", "wasserstein", repair), "forwards"),
+        ]
+        for repair in METHODS
+    ]
+    signals = [[signal, *(cell(Run(56, 0.5, rule, signal, repair)) for repair in ("plain", "sequential") for rule in ("uniform", "tod"))] for signal in SIGNALS]
+    budgets = [
+        [
+            f"ResNet-{depth} ({baseline.get(depth, 0):.2f})",
+            f"{keep:g}",
+            *(cell(Run(depth, keep, "tod", s, r)) for s in ("wasserstein", "l1") for r in ("plain", "sequential")),
+        ]
+        for depth in (56, 20)
+        for keep in (0.7, 0.5, 0.3)
+    ]
+    return "\n\n".join(
+        (
+            table(["repair", "wasserstein", "l1", "reconstruction", "cost in forward passes"], methods),
+            table(["removal signal", "plain, uniform", "plain, ToD", "sequential, uniform", "sequential, ToD"], signals),
+            table(["model (top-1 before)", "FLOPs kept", "wasserstein, plain", "repaired", "l1, plain", "repaired"], budgets),
+        )
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shared", type=Path, default=Path("../shared"))
+    parser.add_argument("--again", action="store_true", help="measure all rows anew")
+    parser.add_argument("--table", action="store_true", help="put the tables into docs/repair.md, measure nothing")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", category=DeprecationWarning)  # torch.jit
+    if not options.table:
+        measure_all(options.shared, options.again)
+    before, rest = PAGE.read_text().split(START)
+    PAGE.write_text(before + START + "\n\n" + tables() + "\n\n" + END + rest.split(END)[1])
+
+
+if __name__ == "__main__":
+    main()

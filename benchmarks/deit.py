@@ -1,0 +1,86 @@
+"""What scoring DeiT-S costs, as a ratio to a plain forward and backward over the same images and batches.
+
+    python benchmarks/deit.py --shared ../shared      # about 10 minutes on two cores
+
+timm's deit_small_patch16_224 at 224 px, 256 images of the ImageNet sample with a class of 8 each, heads and hidden units,
+Wasserstein (32 projections) and Taylor signals. What the weights are makes no difference to the time, so they are random.
+Prints the ratio and writes benchmarks/results/deit.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torchvision_shim  # noqa: F401 (timm imports torchvision)
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fairpruner as fp
+from fairpruner.sources import load_model
+
+RESULTS = Path(__file__).parent / "results" / "deit.json"
+IMAGES, CLASSES, BATCH, SIDE, ROUNDS = 256, 8, 32, 224, 3
+
+
+def images(shared: Path) -> list[tuple[Tensor, Tensor]]:
+    """Batches of real images, the centre of each, normalised; one image of a class is all there is, so neighbours share one."""
+    sys.path.insert(0, str(shared / "data"))
+    from load import imagenet_sample  # type: ignore[import-not-found]
+
+    pixels, _, _ = imagenet_sample()
+    edge = (pixels.shape[1] - SIDE) // 2
+    inputs = torch.from_numpy(pixels[:IMAGES, edge : edge + SIDE, edge : edge + SIDE]).permute(0, 3, 1, 2).float() / 127.5 - 1
+    labels = torch.arange(IMAGES) % CLASSES
+    return list(zip(inputs.split(BATCH), labels.split(BATCH), strict=True))
+
+
+def plain(net: nn.Module, data: Sequence[tuple[Tensor, Tensor]]) -> None:
+    for inputs, labels in data:
+        F.cross_entropy(net(inputs), labels).backward()
+        net.zero_grad(set_to_none=True)
+
+
+def seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shared", type=Path, default=Path("../shared"), help="folder with data/load.py")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    data, net = images(options.shared), load_model("timm:deit_small_patch16_224").eval()
+    spaces = fp.discover(net, data[0][0][:1])
+    runs = {"plain": lambda: plain(net, data), "score": lambda: fp.score(net, data, spaces=spaces)}
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(ROUNDS + 1):  # interleaved, and the first of each only warms up
+        for name, run in runs.items():
+            times[name].append(seconds(run))
+    results = {
+        "command": shlex.join(["python", *sys.argv]),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, torch {torch.__version__}",
+        "images": IMAGES,
+        "units": {kind: sum(s.size for s in spaces if s.kind == kind) for kind in ("head", "hidden")},
+        "seconds": {name: round(statistics.median(values[1:]), 2) for name, values in times.items()},
+        "score / plain of each round": [round(score / base, 3) for base, score in zip(times["plain"][1:], times["score"][1:], strict=True)],
+        "score / plain": round(statistics.median(times["score"][1:]) / statistics.median(times["plain"][1:]), 3),
+    }
+    RESULTS.parent.mkdir(parents=True, exist_ok=True)
+    RESULTS.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(results, indent=2))
+
+
+if __name__ == "__main__":
+    main()

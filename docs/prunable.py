@@ -1,0 +1,95 @@
+"""Writes docs/prunable.md: what can be removed from the models that the tests verify, what is left out, and why.
+
+python docs/prunable.py
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+import conftest  # noqa: E402, F401 (makes torchvision importable)
+import timm  # noqa: E402
+import torchvision.models  # noqa: E402
+from test_real_models import TORCHVISION  # noqa: E402
+from transformers_zoo import HUGGING_FACE, TIMM, hugging_face  # noqa: E402
+from zoo import SMALL  # noqa: E402
+
+import fairpruner as fp  # noqa: E402
+from fairpruner.calling import describe  # noqa: E402
+
+INTRODUCTION = """# What can be pruned
+
+Every model below is cut in the tests: in float64 the cut model equals the masked one to 1e-8, and its parameters and FLOPs are
+the predicted ones, to the last. The Hugging Face and timm models are built small from their configurations; widths differ in
+the full-size models, what can be removed does not. This page is written by `python docs/prunable.py`.
+
+A *channel* is one output of a convolution with all that reads it, a *hidden* unit one neuron between two linear maps (in a gated
+MLP: gate, up and down together), a *head* one attention head with its rows of q, k and v and its columns of the output
+projection (with grouped keys: one key-value group with its query heads). The embedding width of a transformer is one unit, since
+its norms mix all of it, and stays. Whatever the example input shows to be impossible is left out with its reason, never cut
+wrongly: `spaces.left_out` says it for your model.
+"""
+
+
+def models() -> Iterator[tuple[str, str, nn.Module, object]]:
+    """(family, name, model, example) of everything the tests verify."""
+    for name, (build, shape) in SMALL.items():
+        yield "Topologies", name, build(), torch.randn(shape)
+    for name, (size, *_) in TORCHVISION.items():
+        options = {"init_weights": False} if name in ("googlenet", "inception_v3") else {}
+        yield "torchvision", name, getattr(torchvision.models, name)(**options), torch.randn(1, 3, size, size)
+    for name, (options, size) in TIMM.items():
+        yield "timm", name, timm.create_model(name, **options), torch.randn(1, 3, size, size)
+    for name, (*_, example) in HUGGING_FACE.items():
+        yield "Hugging Face", name, hugging_face(name).double(), example()
+
+
+def row(name: str, model: nn.Module, example: object) -> str:
+    """One line of a table: units by kind, and the reasons of what was left out."""
+    try:
+        spaces = fp.discover(model, example)
+    except fp.FairprunerError as error:
+        return f"| {name} | {describe(example)} | nothing | {str(error).split(': ', 1)[1].split(';')[0]} |"
+    found = Counter(s.kind for s in spaces)
+    units = Counter({kind: sum(s.size for s in spaces if s.kind == kind) for kind in found})
+    kinds = ", ".join(f"{units[k]} {k}{'s' if k != 'hidden' else ' units'} in {found[k]}" for k in found)
+    reasons = Counter(reason.split(" where the output")[0] for reason in spaces.left_out.values() if reason != "reaches the model's output")
+    return f"| {name} | {describe(example)} | {kinds} | {'; '.join(f'{n}x {_short(r)}' for r, n in _merged(reasons).items()) or '–'} |"
+
+
+def _short(reason: str) -> str:
+    return reason.split(": ")[0] if reason.startswith("a cut model cannot run") else reason
+
+
+def _merged(reasons: Counter[str]) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for reason, count in reasons.items():
+        total[_short(reason)] += count
+    return total
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    lines, family = [INTRODUCTION], ""
+    for group, name, model, example in models():
+        if group != family:
+            family = group
+            lines.append(f"\n## {group}\n\n| model | example | what can be removed | left out, besides what reaches the output |\n|---|---|---|---|")
+        lines.append(row(name, model.eval(), example))
+        print(lines[-1])
+    (ROOT / "docs" / "prunable.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

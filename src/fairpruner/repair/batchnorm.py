@@ -1,0 +1,36 @@
+"""Batch norms that fit what they now read: running means and variances over the calibration data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..batches import Batch, forward
+from .notes import Note
+
+
+def reestimate(small: nn.Module, batches: Iterable[Batch]) -> list[Note]:
+    """Set the running statistics of every batch norm to the means over the data, each batch weighing as many samples as it has."""
+    norms = {name: module for name, module in small.named_modules() if isinstance(module, _BatchNorm) and module.running_mean is not None}
+    momentums = {name: norm.momentum for name, norm in norms.items()}
+    counters = {name: norm.num_batches_tracked.clone() for name, norm in norms.items() if norm.num_batches_tracked is not None}
+    seen = 0
+    try:
+        for norm in norms.values():
+            norm.train()
+        for batch in batches:
+            seen += batch.size
+            for norm in norms.values():
+                norm.momentum = batch.size / seen
+            forward(small, batch)
+    finally:
+        for name, norm in norms.items():
+            norm.eval()
+            norm.momentum = momentums[name]
+            if name in counters and norm.num_batches_tracked is not None:
+                norm.num_batches_tracked.copy_(counters[name])
+    if not norms:
+        return [Note("batchnorm", "skipped", "the model has no batch norm with running statistics")]
+    return [Note(name, "repaired", "statistics estimated again") for name in norms]

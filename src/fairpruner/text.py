@@ -1,0 +1,101 @@
+"""Calibration data from text: the rows of a .jsonl or .csv file, tokenised as the model wants them."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from .datasets import Sampling, choose
+from .errors import FairprunerError, unknown
+from .types import Ints
+
+Row = Mapping[str, Any]
+Tokenizer = Callable[..., Mapping[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Which columns hold the text (two for pairs) and its class, and how many tokens of each text to take."""
+
+    text: Sequence[str] = ("text",)
+    label: str | None = None  # None: texts without classes
+    length: int = 128
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.text) <= 2:
+            raise FairprunerError(f"The text columns are {list(self.text)}, expected one, or two for pairs of texts.")
+        if self.length < 1:
+            raise FairprunerError(f"length is {self.length}, expected at least 1 token.")
+
+
+def load_text(
+    path: str | Path, tokenizer: Tokenizer, sampling: Sampling, columns: Columns | None = None, *, classes: Mapping[str, int] | None = None
+) -> Iterable[dict[str, torch.Tensor]]:
+    """Batches of tokens with an attention mask, padded to the longest of their texts, as dicts; `labels` [N] if there is a label column.
+
+    Whole numbers and booleans are class indices as they are; words are looked up in `classes`, or numbered in sorted order.
+    """
+    columns = columns or Columns()
+    rows = _read(Path(path))
+    texts = [tuple(_text(row, name, number, path) for name in columns.text) for number, row in enumerate(rows)]
+    labels = np.zeros(len(rows), dtype=np.int64) if columns.label is None else _labels([_cell(row, columns.label, path) for row in rows], classes or {}, path)
+
+    def tokenise(chosen: list[int]) -> dict[str, torch.Tensor]:
+        parts = zip(*(texts[i] for i in chosen), strict=True)
+        batch = dict(tokenizer(*map(list, parts), padding=True, truncation=True, max_length=columns.length, return_tensors="pt"))
+        return batch if columns.label is None else {**batch, "labels": torch.from_numpy(labels[chosen])}
+
+    positions: list[int] = choose(labels, sampling.samples, sampling.seed).tolist()
+    return DataLoader(positions, sampling.batch_size, collate_fn=tokenise)  # type: ignore[arg-type]  # a list serves as a dataset
+
+
+def _read(path: Path) -> list[Row]:
+    if path.suffix not in READERS:
+        raise unknown("kind of text file", path.suffix, READERS)
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            rows = READERS[path.suffix](file)
+    except (OSError, UnicodeDecodeError, ValueError, csv.Error) as error:
+        raise FairprunerError(f"Data {path} cannot be read: {error}.") from error
+    if not rows or not all(isinstance(row, dict) for row in rows):
+        raise FairprunerError(f"Data {path} has {len(rows)} rows, expected at least one, each with named columns.")
+    return rows
+
+
+READERS: dict[str, Callable[[Iterable[str]], list[Row]]] = {
+    ".jsonl": lambda lines: [json.loads(line) for line in lines if line.strip()],
+    ".csv": lambda lines: list(csv.DictReader(lines)),
+}
+
+
+def _cell(row: Row, name: str, path: str | Path) -> Any:
+    if name not in row:
+        raise unknown(f"column of {path}", name, [str(key) for key in row])
+    return row[name]
+
+
+def _text(row: Row, name: str, number: int, path: str | Path) -> str:
+    value = _cell(row, name, path)
+    if not isinstance(value, str):
+        raise FairprunerError(f"Row {number + 1} of {path} has a {type(value).__name__} in column {name!r}, expected text.")
+    return value
+
+
+def _labels(values: Sequence[Any], classes: Mapping[str, int], path: str | Path) -> Ints:
+    """A class index for every row, [n]."""
+    if all(isinstance(value, (bool, int)) or (isinstance(value, str) and value.isdigit()) for value in values):
+        return np.array([int(value) for value in values])
+    strange = [value for value in values if not isinstance(value, str)]
+    if strange:
+        raise FairprunerError(f"Data {path} has the label {strange[0]!r} among others, expected whole numbers, or words in every row.")
+    words = sorted(set(values))
+    known = classes if set(words) <= set(classes) else {word: i for i, word in enumerate(words)}
+    return np.array([known[value] for value in values])

@@ -1,0 +1,371 @@
+"""Repair gives back what the kept units tell, exactly where they tell all, and never makes things worse."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import zoo
+from checks import IN_FLOAT64, difference, some_units, with_lively_weights
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fairpruner as fp
+from fairpruner.repair import METHODS, Note, regression
+from fairpruner.surgery import copy_with
+
+Data = list[tuple[Tensor, Tensor]]
+
+
+def squared(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+def matching(model: nn.Module, inputs: Tensor, size: int = 16) -> Data:
+    """Batches whose labels are the model's own outputs."""
+    with torch.no_grad():
+        return list(zip(inputs.split(size), model(inputs).split(size), strict=True))
+
+
+def with_twins(model: nn.Module, spaces: fp.Spaces, twins: Mapping[str, tuple[int, int]]) -> nn.Module:
+    """The model with the second of two units of a space made equal to the first."""
+    changes: dict[str, list[tuple[int, Tensor, Tensor]]] = {}
+    for space in spaces:
+        for part in space.slices if space.name in twins else ():
+            if part.role != "read":
+                first, second = (torch.from_numpy(np.flatnonzero(part.owner == unit)) for unit in twins[space.name])
+                changes.setdefault(part.tensor, []).append((part.dim, first, second))
+
+    def change(name: str, tensor: Tensor) -> Tensor:
+        for dim, first, second in changes.get(name, ()):
+            tensor = tensor.index_copy(dim, second, tensor.index_select(dim, first))
+        return tensor
+
+    return copy_with(model, change)
+
+
+class Attention(nn.Module):
+    """Three heads of four features from one fused projection, and a residual sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(12, 36), nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q, k, v = self.qkv(x).view(b, t, 3, -1, 4).permute(2, 0, 3, 1, 4)
+        return x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, t, -1))
+
+
+NETS: dict[str, tuple[Any, tuple[int, ...]]] = {
+    **{name: (build, (2, 3, 16, 16) if name.startswith("resnet") else shape) for name, (build, shape) in zoo.SMALL.items()},
+    "attention": (Attention, (2, 5, 12)),
+}
+
+
+def built(name: str, samples: int) -> tuple[nn.Module, Tensor, fp.Spaces]:
+    build, shape = NETS[name]
+    model, inputs = with_lively_weights(build()), torch.randn(samples, *shape[1:], dtype=torch.float64)
+    return model, inputs, fp.discover(model, inputs[:2])
+
+
+# One space for each kind of consumer; a pruned residual stream, and a concatenation, among them.
+CONSUMERS = {
+    "linear": ("mlp", "0"),
+    "flattened": ("conv_flatten", "2"),
+    "pooled": ("squeeze_excite", "2.0"),
+    "conv1d behind pooling": ("conv1d", "0"),
+    "conv2d padded": ("conv_flatten", "0"),
+    "conv3d": ("conv3d", "0"),
+    "grouped": ("grouped", "0"),
+    "transposed": ("unet", "bottom.3"),
+    "grouped transposed": ("grouped", "15"),
+    "several consumers, one through a concatenation": ("unet", "down1.3"),
+    "residual stream": ("resnet8_b", "conv1"),
+    "inside a residual block": ("resnet8_a", "layer1.0.conv1"),
+    "called several times": ("shared", "stem"),
+    "bare parameters": ("functional", "first"),
+    "matrix product": ("functional", "second"),
+    "split and concatenated": ("split_concat", "enter.0"),
+    "heads": ("attention", "qkv"),
+}
+
+
+# A weight that is called several times is left alone by sequential.
+TWINS = [(kind, method) for kind in CONSUMERS for method in ("least_squares", "sequential") if (kind, method) != ("called several times", "sequential")]
+
+
+@pytest.mark.parametrize(("kind", "method"), TWINS)
+def test_a_twin_comes_back_exactly(kind: str, method: str) -> None:
+    name, space = CONSUMERS[kind]
+    model, inputs, spaces = built(name, 400 if kind == "flattened" else 100)  # more than the features of a row
+    model = with_twins(model, spaces, {space: (0, 1)})
+    plan = fp.Plan.removing(spaces, {space: (1,)})
+    small = fp.cut(model, plan)
+    assert difference(small, model, inputs) > 1e-4
+    repaired = fp.repair(small, model, plan, matching(model, inputs), method=method, loss=squared)
+    assert difference(repaired, model, inputs) < IN_FLOAT64
+
+
+def linear_net(hidden: nn.Linear, *rest: nn.Module) -> nn.Module:
+    return nn.Sequential(hidden, *rest).double().eval()
+
+
+@pytest.mark.parametrize("method", ["mean", "least_squares", "sequential"])
+def test_constant_units_cost_nothing(method: str) -> None:
+    net = linear_net(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+    with torch.no_grad():
+        net[0].weight[[1, 4]] = 0
+        net[0].bias[[1, 4]] = torch.tensor([2.0, 5.0], dtype=torch.float64)
+    inputs = torch.randn(40, 4, dtype=torch.float64)
+    plan = fp.Plan.removing(fp.discover(net, inputs[:1]), {"0": (1, 4)})
+    repaired = fp.repair(fp.cut(net, plan), net, plan, matching(net, inputs), method=method, loss=squared)
+    assert difference(repaired, net, inputs) < IN_FLOAT64
+
+
+def test_all_kept_units_constant() -> None:
+    net = linear_net(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+    with torch.no_grad():
+        net[0].weight[[0, 1]] = 0
+        net[0].bias[:] = 1
+    inputs = torch.randn(40, 4, dtype=torch.float64)
+    plan = fp.Plan.removing(fp.discover(net, inputs[:1]), {"0": (2,)})
+    repaired = fp.repair(fp.cut(net, plan), net, plan, matching(net, inputs), loss=squared)
+    torch.testing.assert_close(repaired(inputs).mean(0), net(inputs).mean(0))
+
+
+@pytest.fixture
+def undamped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(regression, "DAMPINGS", (1e-13,))
+
+
+@pytest.mark.usefixtures("undamped")
+def test_least_squares_against_numpy() -> None:
+    net = linear_net(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+    inputs = torch.randn(400, 5, dtype=torch.float64)
+    plan = fp.Plan.removing(fp.discover(net, inputs[:1]), {"0": (2, 3, 7)})
+    repaired = fp.repair(fp.cut(net, plan), net, plan, matching(net, inputs, 100), loss=squared)
+    hidden, weight, bias = net[1](net[0](inputs)).detach().numpy(), net[2].weight.detach().numpy(), net[2].bias.detach().numpy()
+    kept, gone = [0, 1, 4, 5, 6], [2, 3, 7]
+    solution = np.linalg.lstsq(np.column_stack([hidden[:, kept], np.ones(400)]), hidden[:, gone], rcond=None)[0]  # [6, 3]
+    np.testing.assert_allclose(repaired[2].weight.detach().numpy(), weight[:, kept] + weight[:, gone] @ solution[:-1].T, rtol=1e-6, atol=1e-8)
+    np.testing.assert_allclose(repaired[2].bias.detach().numpy(), bias + weight[:, gone] @ solution[-1], rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.usefixtures("undamped")
+def test_least_squares_of_a_convolution_predicts_channels_at_each_pixel() -> None:
+    net = linear_net(nn.Conv2d(2, 6, 3), nn.Tanh(), nn.Conv2d(6, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4))  # type: ignore[arg-type]
+    inputs = torch.randn(60, 2, 7, 7, dtype=torch.float64)
+    plan = fp.Plan.removing(fp.discover(net, inputs[:1]), {"0": (0, 5)})
+    repaired = fp.repair(fp.cut(net, plan), net, plan, matching(net, inputs), loss=squared)
+    hidden = net[1](net[0](inputs)).detach().movedim(1, -1).reshape(-1, 6).numpy()
+    weight = net[2].weight.detach().numpy()
+    solution = np.linalg.lstsq(np.column_stack([hidden[:, 1:5], np.ones(len(hidden))]), hidden[:, [0, 5]], rcond=None)[0]  # [5, 2]
+    expected = weight[:, 1:5] + np.einsum("orhw,kr->okhw", weight[:, [0, 5]], solution[:-1])
+    np.testing.assert_allclose(repaired[2].weight.detach().numpy(), expected, rtol=1e-6, atol=1e-8)
+    shift = np.einsum("orhw,r->o", weight[:, [0, 5]], solution[-1])  # into the running mean, for want of a bias
+    np.testing.assert_allclose(repaired[3].running_mean.numpy(), -shift, rtol=1e-6, atol=1e-8)
+
+
+def test_mean_by_hand() -> None:
+    net = linear_net(nn.Linear(3, 4), nn.Softplus(), nn.Linear(4, 2))
+    inputs = torch.randn(50, 3, dtype=torch.float64)
+    plan = fp.Plan.removing(fp.discover(net, inputs[:1]), {"0": (1,)})
+    repaired = fp.repair(fp.cut(net, plan), net, plan, matching(net, inputs, 7), method="mean", loss=squared)
+    mean = net[1](net[0](inputs)).mean(0)[1]
+    torch.testing.assert_close(repaired[2].bias, net[2].bias + net[2].weight[:, 1] * mean)
+    assert torch.equal(repaired[2].weight, net[2].weight[:, [0, 2, 3]])
+
+
+@pytest.mark.usefixtures("undamped")
+def test_sequential_against_numpy() -> None:
+    net = linear_net(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+    inputs = torch.randn(400, 5, dtype=torch.float64)
+    plan = fp.Plan.removing(fp.discover(net, inputs[:1]), {"0": (2, 3, 7)})
+    small = fp.cut(net, plan)
+    repaired = fp.repair(small, net, plan, matching(net, inputs, 100), method="sequential", loss=squared)
+    features = np.column_stack([small[1](small[0](inputs)).detach().numpy(), np.ones(400)])
+    solution = np.linalg.lstsq(features, net(inputs).detach().numpy(), rcond=None)[0]  # [6, 3]
+    np.testing.assert_allclose(repaired[2].weight.detach().numpy(), solution[:-1].T, rtol=1e-6, atol=1e-8)
+    np.testing.assert_allclose(repaired[2].bias.detach().numpy(), solution[-1], rtol=1e-6, atol=1e-8)
+
+
+class Drifting(nn.Module):
+    """Two residual blocks: the second can make up for what the first lost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = nn.Linear(6, 8), nn.Linear(8, 6), nn.Linear(6, 60), nn.Linear(60, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.b(torch.tanh(self.a(x)))
+        return x + self.d(torch.tanh(self.c(x)))
+
+
+def test_sequential_fits_the_sum_and_so_undoes_earlier_drift() -> None:
+    net = Drifting().double()
+    inputs = torch.randn(1000, 6, dtype=torch.float64)
+    plan = fp.Plan.removing(fp.discover(net, inputs[:1]), {"a": (0, 1, 2, 3), "c": (0,)})
+    small, data = fp.cut(net, plan), matching(net, inputs, 250)
+    repaired = fp.repair(small, net, plan, data, method="sequential", loss=squared)
+    with torch.no_grad():
+        first = repaired.get_submodule("b")(torch.tanh(repaired.get_submodule("a")(inputs)))
+        drift = squared(first, net.b(torch.tanh(net.a(inputs))))
+        assert squared(repaired(inputs), net(inputs)) < 0.2 * drift
+
+
+@pytest.mark.parametrize("name", [name for name in NETS if not name.startswith(("resnet56", "densenet"))])
+def test_no_method_makes_any_net_worse_and_sequential_makes_it_better(name: str) -> None:
+    model, inputs, spaces = built(name, 48)
+    plan = fp.Plan.removing(spaces, some_units(spaces, 0.34, seed=0))
+    small, data = fp.cut(model, plan), matching(model, inputs)
+    plain = float(squared(small(inputs), model(inputs)).detach())
+    errors = {method: float(squared(fp.repair(small, model, plan, data, method=method, loss=squared)(inputs), model(inputs)).detach()) for method in METHODS}
+    assert all(error <= plain * (1 + 1e-9) for error in errors.values())
+    assert errors["sequential"] < 0.6 * plain
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("samples", [2, 3, 5])
+def test_few_samples_are_safe(method: str, samples: int) -> None:
+    model, inputs, spaces = built("resnet8_a", samples)
+    plan = fp.Plan.removing(spaces, some_units(spaces, 0.5, seed=1))
+    small, data = fp.cut(model, plan), [(inputs, torch.arange(samples) % 10)]
+    repaired = fp.repair(small, model, plan, data, method=method)
+    assert all(torch.isfinite(t).all() for t in repaired.state_dict().values())
+    losses = [float(F.cross_entropy(m(inputs), data[0][1]).detach()) for m in (small, repaired)]
+    assert losses[1] <= losses[0] * (1 + 1e-9)
+
+
+def test_one_sample_leaves_nothing_to_prove_a_fit_with() -> None:
+    net = linear_net(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    plan = fp.Plan.removing(fp.discover(net, torch.zeros(1, 3).double()), {"0": (1,)})
+    notes: list[Note] = []
+    small = fp.cut(net, plan)
+    repaired = fp.repair(small, net, plan, [(torch.ones(1, 3).double(), torch.tensor([0]))], notes=notes)
+    assert [note.outcome for note in notes] == ["kept"]
+    assert all(torch.equal(a, b) for a, b in zip(small.state_dict().values(), repaired.state_dict().values(), strict=True))
+
+
+def test_a_repair_that_raises_the_loss_is_not_used() -> None:
+    net = linear_net(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    inputs = torch.randn(40, 3, dtype=torch.float64)
+    plan = fp.Plan.removing(fp.discover(net, inputs[:1]), {"0": (1,)})
+    small, notes = fp.cut(net, plan), list[Note]()
+    data = matching(small, inputs)  # as labels what the plain cut computes: nothing can do better
+    repaired = fp.repair(small, net, plan, data, loss=squared, notes=notes)
+    assert torch.equal(repaired[2].weight, small[2].weight)
+    assert notes[-1].subject == "least_squares"
+    assert "would rise" in notes[-1].reason
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_everything_given_is_left_as_it_was(method: str) -> None:
+    model, inputs, spaces = built("squeeze_excite", 32)
+    plan = fp.Plan.removing(spaces, some_units(spaces, 0.3, seed=0))
+    small = fp.cut(model, plan)
+    data = matching(model, inputs)
+    small[0].train()
+    model.train()
+    before = [copy.deepcopy(m.state_dict()) for m in (model, small)]
+    random = torch.get_rng_state()
+    repaired = fp.repair(small, model, plan, data, method=method, loss=squared)
+    assert torch.equal(random, torch.get_rng_state())
+    for module, state in zip((model, small), before, strict=True):
+        assert all(torch.equal(state[name], tensor) for name, tensor in module.state_dict().items())
+    assert all(module.training for module in model.modules())
+    assert [m.training for m in small.modules()] == [m.training for m in repaired.modules()]
+    assert [tuple(t.shape) for t in repaired.state_dict().values()] == [tuple(t.shape) for t in small.state_dict().values()]
+    assert not {id(p) for p in small.parameters()} & {id(p) for p in repaired.parameters()}
+
+
+def test_batchnorm_gives_the_statistics_of_the_whole_data() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Conv2d(6, 4, 3), nn.BatchNorm2d(4, momentum=0.3)).double().eval()
+    inputs = torch.randn(50, 3, 8, 8, dtype=torch.float64)
+    plan = fp.Plan.removing(fp.discover(net, inputs[:1]), {"0": (0, 1)})
+    small = fp.cut(net, plan)
+    repaired = fp.repair(
+        small, net, plan, [(b, b) for b in inputs.split(20)], method="batchnorm", loss=lambda output, _: output.mean(dim=(0, 2, 3)).square().mean()
+    )
+    read = small[2](small[1](small[0](inputs)))  # the last batch is smaller, and weighs less
+    torch.testing.assert_close(repaired[3].running_mean, read.mean((0, 2, 3)))
+    parts = [(len(b), b.movedim(1, 0).flatten(1).var(1)) for b in read.split(20)]
+    torch.testing.assert_close(repaired[3].running_var, sum(n * var for n, var in parts) / 50)
+    assert repaired[3].momentum == 0.3
+    assert not repaired[3].training
+    assert int(repaired[3].num_batches_tracked) == int(small[3].num_batches_tracked)
+
+
+def test_methods_in_a_row_each_start_from_the_last() -> None:
+    model, inputs, spaces = built("conv1d", 64)
+    plan = fp.Plan.removing(spaces, some_units(spaces, 0.34, seed=0))
+    small, data = fp.cut(model, plan), matching(model, inputs)
+    both = fp.repair(small, model, plan, data, method=["mean", "sequential"], loss=squared)
+    last = fp.repair(fp.repair(small, model, plan, data, method="mean", loss=squared), model, plan, data, method="sequential", loss=squared)
+    assert all(torch.equal(a, b) for a, b in zip(both.state_dict().values(), last.state_dict().values(), strict=True))
+
+
+def test_notes_tell_what_was_repaired_and_what_was_not() -> None:
+    model, inputs, spaces = built("shared", 48)
+    plan = fp.Plan.removing(spaces, {"stem": (0, 3)})
+    notes: list[Note] = []
+    fp.repair(fp.cut(model, plan), model, plan, matching(model, inputs), method="sequential", loss=squared, notes=notes)
+    told = {note.subject: note for note in notes}
+    assert told["body.weight"].outcome == "skipped"
+    assert "called 3 times" in told["body.weight"].reason
+    assert told["head.weight"].outcome == "repaired"
+    assert told["head.weight"].error is not None
+    assert 0 <= told["head.weight"].error < 1
+
+
+def test_mean_says_so_where_nothing_takes_an_offset() -> None:
+    model, inputs, spaces = built("functional", 48)
+    plan = fp.Plan.removing(spaces, {"second": (0, 3)})
+    notes: list[Note] = []
+    fp.repair(fp.cut(model, plan), model, plan, matching(model, inputs), method="mean", loss=squared, notes=notes)
+    assert [(n.subject, n.outcome) for n in notes] == [("head", "kept")]
+    assert "bias" in notes[0].reason
+
+
+def test_what_a_user_can_get_wrong() -> None:
+    net = linear_net(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    plan = fp.Plan.removing(fp.discover(net, torch.zeros(1, 3).double()), {"0": (1,)})
+    small, data = fp.cut(net, plan), [(torch.ones(2, 3).double(), torch.tensor([0, 1]))]
+    with pytest.raises(fp.FairprunerError, match="least_squares"):
+        fp.repair(small, net, plan, data, method="least_square")
+    with pytest.raises(fp.FairprunerError, match="can be read once"):
+        fp.repair(small, net, plan, iter(data))
+    with pytest.raises(fp.FairprunerError, match="no samples"):
+        fp.repair(small, net, plan, [])
+    with pytest.raises(fp.FairprunerError, match=r"0\.weight has the shape \[4, 3\], expected \[3, 3\]"):
+        fp.repair(net, net, plan, data)
+    with pytest.raises(fp.FairprunerError, match="another model"):
+        fp.repair(small, small, plan, data)
+
+
+class Tied(nn.Module):
+    """The embedding is also the last layer, so refitting the one would spoil the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.up, self.down = nn.Embedding(20, 6), nn.Linear(6, 16), nn.Linear(16, 6)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        x = x + self.down(torch.relu(self.up(x)))
+        return F.linear(x, self.embedding.weight)
+
+
+def test_a_weight_that_does_more_than_multiply_is_left_alone() -> None:
+    model, tokens = Tied().double().eval(), torch.randint(20, (64, 5))
+    plan = fp.Plan.removing(fp.discover(model, tokens[:2], kinds=["hidden"]), {"up": (0, 1, 2, 3, 4)})
+    small, notes = fp.cut(model, plan), list[Note]()
+    repaired = fp.repair(small, model, plan, matching(model, tokens), method="sequential", loss=squared, notes=notes)
+    assert torch.equal(repaired.get_parameter("embedding.weight"), model.embedding.weight)
+    assert {note.subject: note.outcome for note in notes} == {"down.weight": "repaired", "embedding.weight": "skipped"}
+    with torch.no_grad():
+        assert squared(repaired(tokens), model(tokens)) < 0.5 * squared(small(tokens), model(tokens))

@@ -1,0 +1,183 @@
+"""Every kind of product is rows of features times a matrix, and least squares on sums is least squares on rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fairpruner.batches import Batch
+from fairpruner.repair.products import Product, Walk
+from fairpruner.repair.regression import Fit, Sums, choose, choose_mean
+from fairpruner.repair.wiring import Offset, Sum, find_wires
+
+
+class Seen(Walk):
+    """Keeps the last product and its output."""
+
+    def product(self, product: Product) -> Tensor:
+        self.last, self.out = product, product.run()
+        return self.out
+
+
+class Holder(nn.Module):
+    """A weight, a bias and any function of an input and both."""
+
+    def __init__(self, shape: tuple[int, ...], outputs: int, function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight, self.bias = (nn.Parameter(torch.randn(s, dtype=torch.float64)) for s in (shape, (outputs,)))
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x, self.weight, self.bias)
+
+
+def check(holder: Holder, inputs: Tensor, bias: bool = True) -> None:
+    seen = Seen(holder)
+    with torch.no_grad(), seen:
+        holder(inputs)
+    product, out = seen.last, seen.out
+    total = out.numel() // out.shape[product.axis]
+    rows = torch.randperm(total)[: max(1, total // 2)]
+    matrix = product.matrix(holder.weight.detach())  # [G, c, taps, q]
+    found = product.features(rows).flatten(2) @ matrix.flatten(1, 2)  # [G, rows, q]
+    expected = product.outputs(out, rows) - (holder.bias.detach() if bias else 0)
+    torch.testing.assert_close(found.transpose(0, 1).flatten(1), expected)
+    assert torch.equal(product.stored(matrix, holder.weight), holder.weight)
+    assert (product.bias is holder.bias) == bias
+
+
+CONVOLUTIONS = {1: (F.conv1d, F.conv_transpose1d), 2: (F.conv2d, F.conv_transpose2d), 3: (F.conv3d, F.conv_transpose3d)}
+
+
+@settings(max_examples=60)
+@given(
+    dims=st.integers(1, 3),
+    kernel=st.integers(1, 3),
+    stride=st.integers(1, 3),
+    padding=st.one_of(st.integers(0, 2), st.sampled_from(["same", "valid"])),
+    dilation=st.integers(1, 2),
+    groups=st.integers(1, 3),
+)
+def test_convolutions(dims: int, kernel: int, stride: int, padding: Any, dilation: int, groups: int) -> None:
+    stride, kernel = (1, 2 * (kernel // 2) + 1) if padding == "same" else (stride, kernel)
+    function = CONVOLUTIONS[dims][0]
+    holder = Holder((2 * groups, 3, *[kernel] * dims), 2 * groups, lambda x, w, b: function(x, w, b, stride, padding, dilation, groups))
+    check(holder, torch.randn(2, 3 * groups, *[6] * dims, dtype=torch.float64))
+
+
+@settings(max_examples=60)
+@given(
+    dims=st.integers(1, 3),
+    kernel=st.integers(1, 3),
+    stride=st.integers(1, 3),
+    padding=st.integers(0, 2),
+    dilation=st.integers(1, 2),
+    groups=st.integers(1, 3),
+    extra=st.booleans(),
+)
+def test_transposed_convolutions(dims: int, kernel: int, stride: int, padding: int, dilation: int, groups: int, extra: bool) -> None:
+    function, more = CONVOLUTIONS[dims][1], int(extra and max(stride, dilation) > 1)
+    holder = Holder((3 * groups, 2, *[kernel] * dims), 2 * groups, lambda x, w, b: function(x, w, b, stride, padding, more, groups, dilation))
+    check(holder, torch.randn(2, 3 * groups, *[5] * dims, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("shape", "function", "bias"),
+    [
+        ((3, 4), F.linear, True),
+        ((3, 4), lambda x, w, b: F.linear(input=x, weight=w, bias=b), True),
+        ((4, 3), lambda x, w, b: x @ w + b, False),
+        ((3, 4), lambda x, w, b: x @ w.t() + b, False),
+        ((4, 4), lambda x, w, b: torch.matmul(x, w.t()), False),
+        ((4, 3), lambda x, w, b: torch.addmm(b, x.flatten(0, -2), w), True),
+    ],
+)
+def test_matrix_products(shape: tuple[int, int], function: Callable[[Tensor, Tensor, Tensor], Tensor], bias: bool) -> None:
+    outputs = next(size for size in (3, shape[0]) if size in shape)
+    for inputs in ((5, 4), (2, 5, 4)):
+        check(Holder(shape, outputs, function), torch.randn(*inputs, dtype=torch.float64), bias)
+
+
+@given(rows=st.integers(8, 40), features=st.integers(1, 4), targets=st.integers(1, 3), with_offset=st.booleans(), seed=st.integers(0, 10**6))
+def test_a_fit_from_sums_is_the_fit_of_the_rows(rows: int, features: int, targets: int, with_offset: bool, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    x, y = rng.normal(size=(rows, features)) + 2, rng.normal(size=(rows, targets))
+    sums = Sums.of(torch.from_numpy(x[None, :5]), torch.from_numpy(y[None, :5])) + Sums.of(torch.from_numpy(x[None, 5:]), torch.from_numpy(y[None, 5:]))
+    fit = sums.fit(1e-13, with_offset)
+    assert fit is not None
+    design = np.column_stack([x, np.ones(rows)]) if with_offset else x
+    solution = np.linalg.lstsq(design, y, rcond=None)[0]
+    np.testing.assert_allclose(fit.slope[0].numpy(), solution[:features], rtol=1e-5, atol=1e-6)
+    residual = y - x @ fit.slope[0].numpy() - fit.offset[0].numpy()
+    assert sums.error(fit) == pytest.approx(np.square(residual).sum(), rel=1e-6, abs=1e-9)
+    other = Fit(torch.from_numpy(rng.normal(size=(1, features, targets))), torch.from_numpy(rng.normal(size=(1, targets))))
+    assert sums.error(other) == pytest.approx(np.square(y - x @ other.slope[0].numpy() - other.offset[0].numpy()).sum())
+
+
+def halves(x: Tensor, y: Tensor) -> tuple[Sums, Sums]:
+    return Sums.of(x[None, ::2], y[None, ::2]), Sums.of(x[None, 1::2], y[None, 1::2])
+
+
+def test_noise_is_not_fitted() -> None:
+    x, y = torch.randn(24, 20, dtype=torch.float64), torch.randn(24, 1, dtype=torch.float64)
+    choice = choose(halves(x, y), with_offset=False)
+    assert choice.fit is None or float(choice.fit.slope.abs().max()) < 0.5  # undamped it would pass 1
+    assert choice.after <= choice.before
+
+
+def test_a_true_line_is_found_without_damping() -> None:
+    x = torch.randn(40, 6, dtype=torch.float64)
+    x[:, 5] = x[:, 0] - 2 * x[:, 1]  # no unique solution
+    slope = torch.randn(6, 2, dtype=torch.float64)
+    choice = choose(halves(x, x @ slope + 3), with_offset=True)
+    assert choice.fit is not None
+    torch.testing.assert_close(x @ choice.fit.slope[0] + choice.fit.offset[0], x @ slope + 3, rtol=0, atol=1e-8)
+
+
+def test_a_mean_is_used_only_if_it_holds_for_the_other_half() -> None:
+    x = torch.randn(40, 2, dtype=torch.float64)
+    good = choose_mean(halves(x, torch.full((40, 1), 3.0, dtype=torch.float64)), with_offset=True)
+    assert good.fit is not None
+    assert float(good.fit.offset) == pytest.approx(3)
+    opposed = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(20)[:, None]  # one half +1, the other -1
+    assert choose_mean(halves(x, opposed), with_offset=True).fit is None
+
+
+class Block(nn.Module):
+    """One of each: a bias, a batch norm, a shared norm, a sum in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.one, self.two, self.three = nn.Conv2d(3, 4, 1), *(nn.Conv2d(4, 4, 3, padding=1, bias=False) for _ in range(3))
+        self.norm, self.shared, self.head = nn.BatchNorm2d(4), nn.BatchNorm2d(4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.stem(x))
+        out = self.norm(self.one(x))
+        out += x
+        x = torch.relu(self.shared(self.two(torch.relu(out))))
+        x = torch.relu(self.shared(self.three(x))) + x
+        return self.head(x.mean((2, 3)))
+
+
+def test_wires_say_where_an_offset_goes_and_which_sum_an_output_runs_into() -> None:
+    model = Block().eval()
+    wires = find_wires(model, Batch(torch.randn(6, 3, 8, 8), torch.zeros(6), 0))
+    assert list(wires) == ["stem.weight", "one.weight", "two.weight", "three.weight", "head.weight"]
+    assert {name: wire.offset for name, wire in wires.items()} == {
+        "stem.weight": Offset("stem.bias", 1),
+        "one.weight": Offset("norm.running_mean", -1),
+        "two.weight": None,  # the norm behind it serves another as well
+        "three.weight": None,
+        "head.weight": Offset("head.bias", 1),
+    }
+    # What runs through a relu first is no straight line of the output any more.
+    assert {name: wire.sum for name, wire in wires.items() if wire.sum} == {"one.weight": Sum(0, 0)}
