@@ -146,7 +146,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shared", type=Path, required=True, help="folder with data/load.py")
     parser.add_argument("--peer", action="store_true", help="run network-pruner 2.16 too")
-    parser.add_argument("--peer-home", type=Path, default=Path(__file__).parent / ".peer", help="its venv, made if missing")
+    parser.add_argument("--peer-home", type=Path, default=Path(__file__).parent / ".venv", help="its venv, made if missing")
     parser.add_argument("--peak", choices=["plain", "score"], help=argparse.SUPPRESS)
     parser.add_argument("--images", type=int, default=1000, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -70,6 +70,14 @@ def by_hand(model: nn.Module, data: Batches, epochs: int) -> Iterator[nn.Module]
         yield model
 
 
+@pytest.fixture(autouse=True)
+def _ctrl_c_interrupts() -> Iterator[None]:
+    """As in a terminal; a job in the background ignores it."""
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, usual)
+
+
 # ── the recipe ──────────────────────────────────────────────────────────────────────────────────
 
 
@@ -348,6 +356,16 @@ def test_a_second_ctrl_c_stops_at_once() -> None:
     with pytest.raises(KeyboardInterrupt) as stopped:
         recover(small_net(), some_data(), epochs=1, recipe=Recipe(loss=interrupting))
     assert "Stopped" not in str(stopped.value)
+
+
+def test_where_ctrl_c_is_ignored_it_stays_so() -> None:
+    def interrupting(output: Tensor, label: Tensor) -> Tensor:
+        signal.raise_signal(signal.SIGINT)
+        return F.cross_entropy(output, label)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    recover(small_net(), some_data(), epochs=1, recipe=Recipe(loss=interrupting))
+    assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
 
 
 def test_a_finished_run_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -464,9 +464,9 @@ def test_a_batch_that_does_not_fit_the_model() -> None:
 
 
 def test_an_output_without_logits() -> None:
-    model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 6), nn.Unflatten(1, (3, 2)))
+    model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 6), nn.Unflatten(1, (3, 2, 1)))
     spaces = spaces_of(model, space("0", 4, ("0.weight", 0, "write"), ("1.weight", 1, "read")))
-    with pytest.raises(FairprunerError, match=r"returned float32\[2, 3, 2\], expected logits of shape \[2, classes\]"):
+    with pytest.raises(FairprunerError, match=r"returned float32\[2, 3, 2, 1\], expected logits of shape \[2, classes\]"):
         score(model, [(torch.randn(4, 5), torch.arange(4) % 2)], spaces=spaces)
 
 

@@ -216,7 +216,7 @@ def test_a_pure_shift_stays_exact() -> None:
 
 @pytest.mark.parametrize(("kept", "tolerance"), [(8, 0.25), (32, 0.07), (256, 0.01)])
 def test_the_summary_is_close_to_the_exact_distance(kept: int, tolerance: float) -> None:
-    """What docs/signals.md promises, on classes that differ by shift, by spread and by shape."""
+    """What the module promises, on classes that differ by shift, by spread and by shape."""
     rng = np.random.default_rng(0)
     base = rng.normal(size=3000)
     for other in (rng.normal(0.5, 1, 3000), rng.normal(0, 2, 3000), rng.exponential(size=3000), np.maximum(rng.normal(size=3000), 0)):
@@ -245,7 +245,7 @@ def test_sorting_by_threads(threads: int) -> None:
 
 @given(st.integers(1, 20), st.integers(1, 20))
 def test_cell_averages_keep_the_integral(cells: int, onto: int) -> None:
-    matrix = cell_averages(cells, onto, torch.empty(0, dtype=torch.float64))
+    matrix = cell_averages(cells, onto)
     assert matrix.sum(0).tolist() == pytest.approx([1.0] * onto)
     assert matrix.sum(1).tolist() == pytest.approx([onto / cells] * cells)
 

@@ -2,10 +2,15 @@
 
 from . import signals
 from .allocation import allocate, shuffled, sweep
+from .composition import compose
 from .costs import count_flops, count_params
 from .diagnostics import diagnose
 from .discovery import discover
 from .errors import FairprunerError
+from .history import Epoch
+from .pipeline import prune
+from .recipe import Recipe
+from .recovery import recover
 from .repair import repair
 from .reporting import Report, report
 from .scoring import score
@@ -27,6 +32,9 @@ __all__ = [  # noqa: RUF022 (in the order of the pipeline)
     "cut",
     "mask",
     "repair",
+    "recover",
+    "prune",
+    "compose",
     "report",
     "save",
     "load",
@@ -40,6 +48,8 @@ __all__ = [  # noqa: RUF022 (in the order of the pipeline)
     "UnitSpace",
     "ConflictCurve",
     "Report",
+    "Recipe",
+    "Epoch",
     "Note",
     "FairprunerError",
     "signals",

@@ -50,9 +50,8 @@ class Calibration:
         self._hooked = find_hooks(self._model, self._reads, run)
         logits = logits_of(outputs[0])
         self._on_tokens = self._loss is None and logits is not None and logits.ndim == 3
-        if logits is not None and logits.ndim == 2:
-            return logits.shape[1]
-        return int(labels.max()) + 1 if self._comparing else 1
+        named = int(labels.max()) + 1 if self._comparing else 1
+        return max(named, logits.shape[1]) if logits is not None and logits.ndim == 2 else named
 
     def step(self, batch: Batch, half: int, meters: Meters) -> None:
         """Show one batch to all meters."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.box import SIMPLE
@@ -13,6 +13,7 @@ from rich.table import Table
 from .costs import predict
 from .demo import BUDGETS, DATA, FINE_TUNING_EPOCHS, PRUNED, SCORES, WEIGHTS, Outcome
 from .diagnostics import spearman
+from .history import Epoch
 from .types import METRICS, Plan, Scores, Spaces
 
 
@@ -45,6 +46,19 @@ def show_spaces(spaces: Spaces) -> Shown:
         notes=[f"Left out {name}: {reason}" for name, reason in spaces.left_out.items()],
     )
     return Shown(table, {"spaces": items, "left_out": dict(spaces.left_out), "original": costs, "fingerprint": spaces.fingerprint})
+
+
+def show_history(history: Sequence[Epoch], place: str) -> Shown:
+    """What each epoch of recovery came to."""
+    rows = [asdict(epoch) for epoch in history]
+    return Shown(
+        table_of(f"{place}: recovered in {len(rows)} epochs", list(rows[0]) if rows else ["epoch"], [[_cell(v) for v in row.values()] for row in rows]),
+        {"folder": place, "epochs": rows},
+    )
+
+
+def _cell(value: object) -> object:
+    return "–" if value is None else f"{value:.4g}" if isinstance(value, float) else value
 
 
 def show_scores(scores: Scores, place: str) -> Shown:

@@ -34,7 +34,8 @@ def training_bar(epochs: int, steps: int | None, *, quiet: bool) -> Iterator[Sho
 def noticing_interrupts() -> Iterator[threading.Event]:
     """Ctrl-C sets the event, for half a step is no state to keep; a second one interrupts at once, as ever."""
     stop = threading.Event()
-    if threading.current_thread() is not threading.main_thread():  # no other thread may handle signals
+    ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN  # as a shell has it for jobs in the background
+    if ignored or threading.current_thread() is not threading.main_thread():  # no other thread may handle signals
         yield stop
         return
 

@@ -139,7 +139,9 @@ class _ActivationMeter(Meter):
     def join(self, processes: Processes) -> None:
         for watcher in self._watchers.values():
             if not hasattr(watcher, "join"):
-                raise FairprunerError(f"Signal {self._name!r} saw a part of the data in each of {processes.size} processes: give it a method join(processes), or score in one.")
+                raise FairprunerError(
+                    f"Signal {self._name!r} saw a part of the data in each of {processes.size} processes: give it a method join(processes), or score in one."
+                )
             watcher.join(processes)
 
     def read(self) -> Reading:

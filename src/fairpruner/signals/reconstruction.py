@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..costs import predict
 from ..observing import positions_of
 from ..processes import Processes
-from ..types import Floats, UnitSpace
+from ..types import Floats, Spaces, UnitSpace
 from .base import Meter, Need, Reading, Signal, Task
 
 DAMPING = 1e-6  # share of the units' mean variance that is added to each, so that redundant units leave the covariance invertible
@@ -21,7 +22,8 @@ DAMPING = 1e-6  # share of the units' mean variance that is added to each, so th
 class Reconstruction(Signal):
     """Greedy removal by the least squares error of what consumers compute, the kept units compensating (Optimal Brain Surgeon).
 
-    A unit's score is the error summed up to its removal, so that sorting by it gives the greedy order.
+    A unit's score is the error summed up to its removal, divided by the FLOPs that one unit of the space costs: sorting
+    within a space gives the greedy order, and the rule `global`, which compares spaces, spends FLOPs where they count.
     """
 
     name: str = "reconstruction"
@@ -47,7 +49,7 @@ class _ReconstructionMeter(Meter):
         scores, halves = {}, {}
         for space in self._task.spaces:
             moments = self._moments[space.name]
-            weights = reading_gram(space, self._task.model, moments.width)
+            weights = reading_gram(space, self._task.model, moments.width) / unit_flops(space, self._task.spaces)
             scores[space.name] = greedy_errors(moments.covariance((0, 1)), weights, space.size)
             halves[space.name] = np.stack([greedy_errors(moments.covariance((parity,)), weights, space.size) for parity in (0, 1)])
         return Reading(scores, halves)
@@ -88,6 +90,12 @@ class _Moments:
         mean = self._sums[chosen].sum(0) / rows
         covariance: Floats = self._products[chosen].sum(0) / rows - np.outer(mean, mean)
         return covariance
+
+
+def unit_flops(space: UnitSpace, spaces: Spaces) -> int:
+    """What the whole model saves by one unit of the space, at least 1."""
+    whole, without = (predict(spaces, removed)["flops"] for removed in ({}, {space.name: (0,)}))
+    return max(whole - without, 1)
 
 
 def columns(space: UnitSpace) -> int:

@@ -121,7 +121,9 @@ class _WassersteinMeter(Meter):
             known = processes.gathered([(label, one.columns, str(one.dtype)) for label, one in classes.items()])
             for label, columns, dtype in sorted({entry for entries in known for entry in entries}):
                 if label not in classes:
-                    classes[label] = ClassQuantiles(columns, self._kept, torch.empty(0, dtype=getattr(torch, dtype.removeprefix("torch.")), device=self._device))
+                    classes[label] = ClassQuantiles(
+                        columns, self._kept, torch.empty(0, dtype=getattr(torch, dtype.removeprefix("torch.")), device=self._device)
+                    )
                 classes[label].join(processes)
             self._classes[name] = dict(sorted(classes.items()))
 
@@ -174,7 +176,7 @@ def diameter(points: Tensor) -> Tensor:
     """The largest L1 distance between two of K points, [J, K, D] -> [J]."""
     count, size = points.shape[1:]
     rule = _by_signs if 2**size < count else _by_halves if count > FEW_POINTS else _by_turns
-    return torch.cat([rule(piece) for piece in points.split(max(1, CHUNK_VALUES // (count * count)))])
+    return torch.cat([rule(piece) for piece in points.split(max(1, CHUNK_VALUES // (count * min(count, 2**size))))])
 
 
 def _by_signs(points: Tensor) -> Tensor:

@@ -1,0 +1,173 @@
+"""What all commands share: the application, its options, and how they read and print."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from torch import nn
+from typer.core import TyperGroup
+
+import fairpruner as fp
+
+from ..allocation import RULES
+from ..datasets import Preprocessing, Sampling, load_data
+from ..errors import FairprunerError
+from ..hugging_face import is_source, place_of, tokenizer_of
+from ..sources import PRETRAINED, is_zoo, load_model, transform_of
+from ..storage import FOLDER_FILES
+from ..tables import Shown
+from ..text import READERS, Columns, load_text
+from ..types import KINDS, Budget
+
+
+class _Commands(TyperGroup):
+    """A user's mistake becomes one sentence on stderr and exit code 1."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except FairprunerError as error:
+            print(f"Error: {error}", file=sys.stderr)
+            raise typer.Exit(1) from None
+
+
+app = typer.Typer(
+    cls=_Commands, no_args_is_help=True, pretty_exceptions_enable=False, help=fp.__doc__, context_settings={"help_option_names": ["-h", "--help"]}
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(fp.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _main(version: Annotated[bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)] = False) -> None: ...
+
+
+def parse_numbers(text: str) -> list[int | float]:
+    """Comma-separated numbers: whole ones are counts, those with a point are shares."""
+    try:
+        return [int(part) if part.strip().lstrip("+-").isdigit() else float(part) for part in text.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a list of numbers such as 0.3,0.5") from None
+
+
+def parse_floats(text: str) -> tuple[float, ...]:
+    return tuple(map(float, parse_numbers(text)))
+
+
+def parse_number(text: str) -> int | float:
+    numbers = parse_numbers(text)
+    if len(numbers) != 1:
+        raise typer.BadParameter(f"{text!r} is not one number")
+    return numbers[0]
+
+
+def parse_shape(text: str) -> tuple[int, ...]:
+    sides = tuple(side for side in parse_numbers(text) if isinstance(side, int) and side > 0)
+    if len(sides) != len(parse_numbers(text)):
+        raise typer.BadParameter(f"{text!r} is not a shape such as 3,32,32")
+    return sides
+
+
+def parse_budget(text: str) -> Budget:
+    metric, _, amount = text.partition("=")
+    if not amount:
+        raise typer.BadParameter(f"{text!r} is not metric=amount, such as flops=0.5 or units=100")
+    return Budget(metric, parse_number(amount))  # type: ignore[arg-type]  # Budget checks the metric itself
+
+
+def parse_names(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="timm:NAME, torchvision:NAME, hf:FOLDER or hf:NAME, package.module:FUNCTION or path/to/file.py:FUNCTION.")
+]
+ScoresFile = Annotated[Path, typer.Argument(metavar="SCORES", help="A file that `score` wrote.")]
+Weights = Annotated[str | None, typer.Option(help=f"A .safetensors, .pt or .pth file; {PRETRAINED!r} for the zoo's own.")]
+Data = typer.Option(
+    help="A folder of class subfolders of images, an .npz with x and y, a .jsonl or .csv of texts, or package.module:FUNCTION or file.py:FUNCTION that returns batches."
+)
+Size = Annotated[int | None, typer.Option(help="Images: side in pixels after resizing and centre crop.")]
+Mean = Annotated[str, typer.Option(help="Images and uint8 arrays: mean per channel, of values in [0, 1].")]
+Std = Annotated[str, typer.Option(help="Images and uint8 arrays: standard deviation per channel.")]
+TextColumn = Annotated[str, typer.Option(help="Texts: the column that holds them, or two with a comma between for pairs.")]
+LabelColumn = Annotated[str | None, typer.Option(help="Texts: the column of their classes; a language model can do without.")]
+Length = Annotated[int, typer.Option(help="Texts: take this many tokens of each.")]
+Skip = Annotated[list[str] | None, typer.Option(help="Space, module or pattern to leave alone; may be repeated.")]
+Kinds = Annotated[str | None, typer.Option(help=f"Only these kinds: {', '.join(KINDS)}.")]
+Rule = Annotated[str, typer.Option(help=f"{', '.join(RULES)}.", autocompletion=lambda: list(RULES))]
+Exact = Annotated[bool, typer.Option("--exact", help="Move single units to hit the budget itself.")]
+MultipleOf = Annotated[int, typer.Option(help="What is kept of a space is a multiple of this.")]
+MinKeep = Annotated[str, typer.Option(help="At least this many units, or this share, of every space.")]
+Removal = Annotated[str | None, typer.Option(help="Which of the scored removal signals to use.")]
+Protection = Annotated[str | None, typer.Option(help="Which of the scored protection signals to use.")]
+Samples = Annotated[int | None, typer.Option(help="Use this many samples, evenly over the classes; all by default.")]
+BatchSize = Annotated[int, typer.Option(help="Samples per batch.")]
+Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
+Device = Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, mps, …")]
+Force = Annotated[bool, typer.Option("--force", help="Replace the output if it exists.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+
+
+def read_data(source: str, net: nn.Module, data: str, sampling: Sampling, preprocessing: Preprocessing, columns: Columns) -> Iterable[Any]:
+    """The data, its images prepared as the options say, or where they say nothing as the model's zoo does; its texts by the model's tokenizer."""
+    if Path(data).suffix in READERS:
+        if not is_source(source):
+            raise FairprunerError(f"Data {data} is text, and {source} has no tokenizer: name a model of Hugging Face, hf:FOLDER.")
+        return _texts(source, net, data, sampling, columns)
+    images = Path(data).is_dir()
+    return load_data(data, sampling, preprocessing, transform=transform_of(source, net) if images and preprocessing == Preprocessing() else None)
+
+
+def _texts(source: str, net: Any, data: str, sampling: Sampling, columns: Columns) -> Iterable[Any]:
+    tokenizer = tokenizer_of(place_of(source))
+    if net.config.pad_token_id is None:  # a classifier made of a language model looks for the last real token by it
+        net.config.pad_token_id = tokenizer.pad_token_id
+    return load_text(data, tokenizer, sampling, columns, classes=net.config.label2id)
+
+
+def trained(source: str, weights: str | None, device: str = "cpu") -> nn.Module:
+    if is_zoo(source) and weights is None:
+        print(f"Note: {source} has random weights here; give --weights FILE, or --weights {PRETRAINED}.", file=sys.stderr)
+    net = load_model(source, weights)
+    try:
+        return net.to(device)
+    except (RuntimeError, AssertionError) as error:  # how torch refuses a device
+        raise FairprunerError(f"The model cannot be put on the device {device!r}: {error}") from error
+
+
+def is_first() -> bool:
+    """Whether this process is to write and print: the first one of a launcher's job."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def check_room(path: Path, force: bool) -> None:
+    """Refuse before any work is done: a place that cannot be written, or one that is taken; a folder is replaced only if nothing but a pruned model is in it."""
+    nearest = next(parent for parent in path.absolute().parents if parent.exists())
+    if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
+        raise FairprunerError(f"Cannot write {path}: {nearest} is no folder that can be written.")
+    full = path.is_dir() and any(path.iterdir())
+    if (path.is_file() or full) and not force:
+        raise FairprunerError(f"{path} already exists: choose another name, or replace it with --force.")
+    if full and not {file.name for file in path.iterdir()} <= FOLDER_FILES:
+        raise FairprunerError(f"Folder {path} holds more than a pruned model, so --force will not replace it: choose another name.")
+
+
+def show(shown: Shown, as_json: bool) -> None:
+    """Print a result, as a table or for machines."""
+    if as_json:
+        print(json.dumps(shown.json, indent=2, allow_nan=False))
+        return
+    width = None if sys.stdout.isatty() else 140  # a pipe or a file has no width of its own
+    Console(width=width, markup=False).print(shown.table)

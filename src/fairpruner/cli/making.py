@@ -1,0 +1,219 @@
+"""Commands that make a smaller model: cut, recover, prune, demo."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+import fairpruner as fp
+
+from ..datasets import Preprocessing, Sampling
+from ..demo import DATA, PRUNED, SCORES, WEIGHTS
+from ..demo import run as run_demo
+from ..errors import FairprunerError
+from ..recipe import OPTIMIZERS, SCHEDULES
+from ..repair import METHODS
+from ..tables import show_demo, show_history, show_plan
+from ..text import Columns
+from ..types import Plan
+from .common import (
+    AsJson,
+    BatchSize,
+    Data,
+    Device,
+    Force,
+    LabelColumn,
+    Length,
+    Mean,
+    Model,
+    Samples,
+    Seed,
+    Size,
+    Skip,
+    Std,
+    TextColumn,
+    Weights,
+    app,
+    check_room,
+    is_first,
+    parse_budget,
+    parse_floats,
+    parse_names,
+    read_data,
+    show,
+    trained,
+)
+
+Folder = Annotated[Path, typer.Option("--output", "-o", help="The folder of the smaller model.")]
+Repair = Annotated[str | None, typer.Option(help=f"Mend the cut without training, by one or several of {', '.join(METHODS)}; needs --data.")]
+Epochs = Annotated[int, typer.Option(help="Epochs of fine-tuning.")]
+LearningRate = Annotated[float, typer.Option(help="At the start of the schedule.")]
+Optimizer = Annotated[str, typer.Option(help=f"{', '.join(OPTIMIZERS)}.", autocompletion=lambda: list(OPTIMIZERS))]
+Schedule = Annotated[str, typer.Option(help=f"{', '.join(SCHEDULES)}.", autocompletion=lambda: list(SCHEDULES))]
+
+
+@app.command(epilog="Example: fairpruner cut net.py:build plan.json --weights net.safetensors --repair sequential --data digits.npz -o small")
+def cut(
+    model: Model,
+    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A file that `plan` wrote.")],
+    weights: Weights = None,
+    output: Folder = Path("pruned"),
+    repair: Repair = None,
+    data: Annotated[str | None, Data] = None,
+    samples: Samples = None,
+    batch_size: BatchSize = 64,
+    size: Size = None,
+    mean: Mean = "0",
+    std: Std = "1",
+    text_column: TextColumn = "text",
+    label_column: LabelColumn = None,
+    length: Length = 128,
+    seed: Seed = 0,
+    device: Device = "cpu",
+    force: Force = False,
+    as_json: AsJson = False,
+) -> None:
+    """Cut the plan's units out of a model, mend what is left if asked, and save the smaller model."""
+    check_room(output, force)
+    chosen = Plan.load(plan)
+    net = trained(model, weights, device)
+    small = fp.cut(net, chosen)
+    if repair:
+        if data is None:
+            raise FairprunerError(f"--repair {repair} looks at samples: give --data.")
+        preprocessing = Preprocessing(size, parse_floats(mean), parse_floats(std))
+        batches = read_data(model, net, data, Sampling(samples, batch_size, seed), preprocessing, Columns(parse_names(text_column), label_column, length))
+        small = fp.repair(small, net, chosen, batches, method=parse_names(repair))
+    _save(small, chosen, output, model)
+    show(show_plan(chosen, str(output)), as_json)
+
+
+@app.command(epilog="Example: fairpruner recover small --model net.py:build --data digits.npz --epochs 10 -o recovered")
+def recover(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder of a pruned model.")],
+    data: Annotated[str, Data],
+    model: Annotated[str, typer.Option(help="The source of the original architecture.")],
+    epochs: Epochs = 10,
+    output: Folder = Path("recovered"),
+    validation: Annotated[str | None, typer.Option(help="Data to judge each epoch by; the best is kept.")] = None,
+    checkpoints: Annotated[Path | None, typer.Option(help="A folder for checkpoints: the same command goes on from there.")] = None,
+    learning_rate: LearningRate = 0.005,
+    optimizer: Optimizer = "sgd",
+    schedule: Schedule = "cosine",
+    label_smoothing: Annotated[float, typer.Option(help="Share of each label that is spread over all classes.")] = 0.0,
+    ema: Annotated[float, typer.Option(help="Decay of a running average of the weights; 0 is off.")] = 0.0,
+    teacher: Annotated[str | None, typer.Option(help="Weights of the original model, to distil from.")] = None,
+    samples: Samples = None,
+    batch_size: BatchSize = 256,
+    size: Size = None,
+    mean: Mean = "0",
+    std: Std = "1",
+    text_column: TextColumn = "text",
+    label_column: LabelColumn = None,
+    length: Length = 128,
+    seed: Seed = 0,
+    force: Force = False,
+    as_json: AsJson = False,
+) -> None:
+    """Fine-tune a pruned model; start it with `accelerate launch -m fairpruner` for several processes or mixed precision."""
+    check_room(output, force)
+    small, plan = fp.load(folder, build=model), Plan.load(folder / "plan.json")
+    recipe = fp.Recipe(optimizer=optimizer, schedule=schedule, learning_rate=learning_rate, label_smoothing=label_smoothing, ema=ema, seed=seed)
+
+    def read(place: str) -> Iterable[Any]:
+        preprocessing = Preprocessing(size, parse_floats(mean), parse_floats(std))
+        return read_data(model, small, place, Sampling(samples, batch_size, seed), preprocessing, Columns(parse_names(text_column), label_column, length))
+
+    history: list[fp.Epoch] = []
+    better = fp.recover(
+        small,
+        read(data),
+        epochs=epochs,
+        validation=read(validation) if validation else None,
+        teacher=trained(model, teacher) if teacher else None,
+        recipe=recipe,
+        folder=checkpoints,
+        on_epoch=history.append,
+    )
+    if is_first():
+        _save(better, plan, output, model)
+        show(show_history(history, str(output)), as_json)
+
+
+@app.command(epilog="Example: fairpruner prune net.py:build --weights net.safetensors --data digits.npz --keep flops=0.5 --repair sequential -o small")
+def prune(
+    model: Model,
+    data: Annotated[str, Data],
+    weights: Weights = None,
+    output: Folder = Path("pruned"),
+    keep: Annotated[str | None, typer.Option(help="The budget, such as flops=0.5, params=1000000 or units=0.8.")] = None,
+    alpha: Annotated[float | None, typer.Option(help="The tolerance in [0, 1) of each round, instead of a budget.")] = None,
+    rounds: Annotated[int, typer.Option(help="Score, cut, mend and train this many times.")] = 1,
+    repair: Annotated[str | None, typer.Option(help=f"Mend each cut without training, by one or several of {', '.join(METHODS)}.")] = None,
+    recover_epochs: Annotated[int, typer.Option(help="Epochs of fine-tuning after each cut.")] = 0,
+    learning_rate: LearningRate = 0.005,
+    removal: Annotated[str, typer.Option(help=f"One of {', '.join(fp.signals.names('removal'))}.")] = "wasserstein",
+    protection: Annotated[str, typer.Option(help=f"One of {', '.join(fp.signals.names('protection'))}.")] = "taylor",
+    samples: Samples = None,
+    batch_size: BatchSize = 64,
+    size: Size = None,
+    mean: Mean = "0",
+    std: Std = "1",
+    text_column: TextColumn = "text",
+    label_column: LabelColumn = None,
+    length: Length = 128,
+    skip: Skip = None,
+    seed: Seed = 0,
+    device: Device = "cpu",
+    force: Force = False,
+    as_json: AsJson = False,
+) -> None:
+    """The whole job: score, plan, cut, mend and train, once or in rounds; ends with the folder of a smaller model."""
+    check_room(output, force)
+    net = trained(model, weights, device)
+    preprocessing = Preprocessing(size, parse_floats(mean), parse_floats(std))
+    batches = read_data(model, net, data, Sampling(samples, batch_size, seed), preprocessing, Columns(parse_names(text_column), label_column, length))
+    small, plan = fp.prune(
+        net,
+        batches,
+        keep=parse_budget(keep) if keep else None,
+        alpha=alpha,
+        rounds=rounds,
+        repair=parse_names(repair) if repair else None,
+        recover_epochs=recover_epochs,
+        options={
+            "discover": {"skip": skip or ()},
+            "score": {"removal": removal, "protection": protection, "seed": seed},
+            "recover": {"recipe": fp.Recipe(learning_rate=learning_rate, seed=seed)},
+        },
+    )
+    if is_first():
+        _save(small, plan, output, model)
+        show(show_plan(plan, str(output)), as_json)
+
+
+@app.command(epilog="Example: fairpruner demo -o digits")
+def demo(
+    output: Annotated[Path, typer.Option("--output", "-o", help="The folder that the demo fills.")] = Path("fairpruner-demo"),
+    force: Force = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train a small CNN on handwritten digits, score it once, and prune it to half its FLOPs."""
+    for name in (DATA, WEIGHTS, SCORES, PRUNED):
+        check_room(output / name, force)
+    if (output / PRUNED).is_dir():
+        shutil.rmtree(output / PRUNED)
+    torch.set_num_threads(1)  # the tensors are so small that threads would only wait for each other
+    show(show_demo(run_demo(output), str(output)), as_json)
+
+
+def _save(small: torch.nn.Module, plan: Plan, folder: Path, source: str) -> None:
+    """Write a model's folder, in place of one that `check_room` found replaceable."""
+    if folder.is_dir():
+        shutil.rmtree(folder)
+    fp.save(small, plan, folder, build=source)

@@ -1,0 +1,179 @@
+"""Commands that look and choose: discover, score, sweep, plan, info."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+import fairpruner as fp
+
+from ..datasets import Preprocessing, Sampling, example_of
+from ..errors import FairprunerError
+from ..hugging_face import is_causal
+from ..sources import example_for, load_model
+from ..tables import Shown, show_plan, show_scores, show_spaces, show_sweep
+from ..text import READERS, Columns
+from ..types import METRICS, Metric, Plan, Scores
+from .common import (
+    AsJson,
+    BatchSize,
+    Data,
+    Device,
+    Exact,
+    Force,
+    Kinds,
+    LabelColumn,
+    Length,
+    Mean,
+    MinKeep,
+    Model,
+    MultipleOf,
+    Protection,
+    Removal,
+    Rule,
+    Samples,
+    ScoresFile,
+    Seed,
+    Size,
+    Skip,
+    Std,
+    TextColumn,
+    Weights,
+    app,
+    check_room,
+    is_first,
+    parse_budget,
+    parse_floats,
+    parse_names,
+    parse_number,
+    parse_numbers,
+    parse_shape,
+    read_data,
+    show,
+    trained,
+)
+
+
+@app.command(epilog="Example: fairpruner discover torchvision:resnet18 --skip layer4")
+def discover(
+    model: Model,
+    weights: Weights = None,
+    shape: Annotated[str | None, typer.Option(help="Shape of one input without the batch, such as 3,32,32; a zoo's model knows its own.")] = None,
+    data: Annotated[str | None, Data] = None,
+    size: Size = None,
+    text_column: TextColumn = "text",
+    length: Length = 128,
+    skip: Skip = None,
+    kinds: Kinds = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what can be removed from a model, and what cannot and why."""
+    net = load_model(model, weights)
+    if data is not None:
+        columns = Columns(parse_names(text_column), None, length)
+        example = example_of(read_data(model, net, data, Sampling(samples=1), Preprocessing(size), columns), torch.device("cpu"))
+    else:
+        example = torch.rand(1, *parse_shape(shape)) if shape is not None else example_for(model, net)
+        if example is None:
+            raise FairprunerError(f"{model} does not say what its input looks like: give --shape, such as --shape 3,32,32, or --data.")
+    show(show_spaces(fp.discover(net, example, kinds=parse_names(kinds) if kinds else None, skip=skip or ())), as_json)
+
+
+@app.command(epilog="Example: fairpruner score net.py:build --weights net.safetensors --data digits.npz --removal wasserstein,l1 -o scores.safetensors")
+def score(
+    model: Model,
+    data: Annotated[str, Data],
+    weights: Weights = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where the scores go.")] = Path("scores.safetensors"),
+    removal: Annotated[str, typer.Option(help=f"One or several of {', '.join(fp.signals.names('removal'))}.")] = "wasserstein",
+    protection: Annotated[str, typer.Option(help=f"One or several of {', '.join(fp.signals.names('protection'))}.")] = "taylor",
+    groups: Annotated[int | None, typer.Option(help="Compare this many groups of similar classes instead of all classes.")] = None,
+    samples: Samples = None,
+    batch_size: BatchSize = 64,
+    size: Size = None,
+    mean: Mean = "0",
+    std: Std = "1",
+    text_column: TextColumn = "text",
+    label_column: LabelColumn = None,
+    length: Length = 128,
+    skip: Skip = None,
+    seed: Seed = 0,
+    device: Device = "cpu",
+    force: Force = False,
+    as_json: AsJson = False,
+) -> None:
+    """Score every unit of a model on calibration data, once: every budget after that is instant."""
+    check_room(output, force)
+    net = trained(model, weights, device)
+    columns = Columns(parse_names(text_column), label_column, length)
+    if Path(data).suffix in READERS and label_column is None and not is_causal(net):
+        raise FairprunerError(f"{type(net).__name__} does not predict the next token, so its texts need classes: give --label-column.")
+    batches = read_data(model, net, data, Sampling(samples, batch_size, seed), Preprocessing(size, parse_floats(mean), parse_floats(std)), columns)
+    spaces = fp.discover(net, example_of(batches, torch.device(device)), skip=skip or ())
+    scores = fp.score(net, batches, spaces=spaces, removal=parse_names(removal), protection=parse_names(protection), groups=groups, seed=seed)
+    if is_first():
+        scores.save(output)
+        show(show_scores(scores, str(output)), as_json)
+
+
+@app.command(epilog="Example: fairpruner sweep scores.safetensors --metric flops --amounts 0.3,0.5,0.7")
+def sweep(
+    scores: ScoresFile,
+    metric: Annotated[str, typer.Option(help=f"{', '.join(METRICS)}.", autocompletion=lambda: list(METRICS))] = "flops",
+    amounts: Annotated[str, typer.Option(help="What to keep: shares such as 0.5, or counts such as 1000000.")] = "0.9,0.8,0.7,0.6,0.5,0.4,0.3",
+    rule: Rule = "tod",
+    exact: Exact = False,
+    multiple_of: MultipleOf = 1,
+    min_keep: MinKeep = "1",
+    removal: Removal = None,
+    protection: Protection = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what many budgets would keep, without the model."""
+    loaded = Scores.load(scores).using(removal, protection)
+    kept = parse_numbers(amounts)
+    known: Metric = metric  # type: ignore[assignment]  # Budget checks it
+    show(show_sweep(fp.sweep(loaded, known, kept, rule=rule, exact=exact, multiple_of=multiple_of, min_keep=parse_number(min_keep)), kept, metric), as_json)
+
+
+@app.command(epilog="Example: fairpruner plan scores.safetensors --keep flops=0.5 -o plan.json")
+def plan(
+    scores: ScoresFile,
+    keep: Annotated[str | None, typer.Option(help="The budget, such as flops=0.5, params=1000000 or units=0.8.")] = None,
+    alpha: Annotated[float | None, typer.Option(help="The tolerance in [0, 1), instead of a budget.")] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where the plan goes.")] = Path("plan.json"),
+    rule: Rule = "tod",
+    exact: Exact = False,
+    multiple_of: MultipleOf = 1,
+    min_keep: MinKeep = "1",
+    removal: Removal = None,
+    protection: Protection = None,
+    kinds: Kinds = None,
+    skip: Skip = None,
+    force: Force = False,
+    as_json: AsJson = False,
+) -> None:
+    """Choose the units that go, for a budget or a tolerance, without the model."""
+    check_room(output, force)
+    loaded = Scores.load(scores).using(removal, protection)
+    budget = parse_budget(keep) if keep else None
+    if kinds or skip:
+        loaded = loaded.only(parse_names(kinds) if kinds else None, skip or ())
+    chosen = fp.allocate(loaded, alpha, keep=budget, rule=rule, exact=exact, multiple_of=multiple_of, min_keep=parse_number(min_keep))
+    diagnosis = fp.diagnose(loaded, chosen)
+    chosen.save(output)
+    show(Shown(diagnosis, {"file": str(output), **diagnosis.to_json(), "original": dict(chosen.original), "predicted": dict(chosen.predicted)}), as_json)
+
+
+@app.command(epilog="Example: fairpruner info plan.json")
+def info(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A scores file, a plan, or the folder of a pruned model.")], as_json: AsJson = False
+) -> None:
+    """Show what a file or folder of fairpruner holds."""
+    if path.suffix == ".safetensors":
+        show(show_scores(Scores.load(path), str(path)), as_json)
+    else:
+        show(show_plan(Plan.load(path / "plan.json" if path.is_dir() else path), str(path)), as_json)

@@ -1,0 +1,48 @@
+"""Commands that draw: report, plot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import fairpruner as fp
+
+from ..plots import FIGURES, draw
+from ..tables import Shown
+from ..types import Scores
+from .common import AsJson, Force, Protection, Removal, app, check_room, show
+
+
+@app.command(epilog="Example: fairpruner report scores.safetensors --plan plan.json -o report.html")
+def report(
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A scores file, or the folder of a pruned model.")],
+    plan: Annotated[Path | None, typer.Option(help="The plan to begin with: a plan's file, or the folder of a pruned model.")] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where the page goes.")] = Path("report.html"),
+    measured: Annotated[Path | None, typer.Option(help='A JSON file of measured numbers: {"cut": {"accuracy": 0.91, "flops": 62e6}}.')] = None,
+    title: Annotated[str | None, typer.Option(help="The page's title; the name of the source by default.")] = None,
+    removal: Removal = None,
+    protection: Protection = None,
+    force: Force = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a page on which every plan of the scores can be looked at and chosen."""
+    check_room(output, force)
+    told = fp.report(source if source.is_dir() else Scores.load(source).using(removal, protection), plan, measured=measured, title=title or source.name)
+    told.save_html(output)
+    show(Shown(told, {"file": str(output), **told.to_json()}), as_json)
+
+
+@app.command(epilog="Example: fairpruner plot tolerance scores.safetensors -o tolerance.svg")
+def plot(
+    figure: Annotated[str, typer.Argument(metavar="FIGURE", help=f"{', '.join(FIGURES)}.", autocompletion=lambda: list(FIGURES))],
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="What it is drawn from: scores, a plan or a folder for profile, JSON curves for ablation.")],
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="A .png, .svg or .pdf file; FIGURE.png by default.")] = None,
+    force: Force = False,
+) -> None:
+    """Draw one of the paper's figures."""
+    place = output or Path(f"{figure}.png")
+    check_room(place, force)
+    draw(figure, source, place)
+    print(place)
