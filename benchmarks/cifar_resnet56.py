@@ -28,6 +28,8 @@ RESULTS = Path(__file__).parent / "results" / "cifar_resnet56.json"
 PAGE = Path(__file__).parents[1] / "docs" / "repair.md"
 START, END = "<!-- made by: python benchmarks/cifar_resnet56.py --table -->", "<!-- end -->"
 SIGNALS = ("wasserstein", "l1", "fpgm", "reconstruction", "random")
+RULES = ("uniform", "tod", "global")
+BOTH = ("plain", "sequential")
 METHODS = ("plain", "mean", "least_squares", "least_squares+batchnorm", "sequential")
 BUDGETS = (("tod", "wasserstein"), ("global", "reconstruction"))  # the paper's choice, and what does best after repair
 CALIBRATION = 2000
@@ -45,14 +47,13 @@ class Run(NamedTuple):
 
 def runs() -> Iterator[Run]:
     """Everything to measure, the most telling first; what comes twice is measured once."""
-    both = ("plain", "sequential")
     yield from (Run(56, 0.5, "tod", "wasserstein", repair) for repair in METHODS)
     yield from (
-        Run(56, 0.5, rule, signal, repair) for rule, signal in (("tod", "l1"), ("global", "reconstruction"), ("tod", "reconstruction")) for repair in both
+        Run(56, 0.5, rule, signal, repair) for rule, signal in (("tod", "l1"), ("global", "reconstruction"), ("tod", "reconstruction")) for repair in BOTH
     )
-    yield from (Run(56, keep, rule, signal, repair) for keep in (0.7, 0.3) for rule, signal in BUDGETS for repair in both)
-    yield from (Run(20, keep, rule, signal, repair) for keep in (0.5, 0.7, 0.3) for rule, signal in BUDGETS for repair in both)
-    yield from (Run(56, 0.5, rule, signal, repair) for rule in ("tod", "uniform") for signal in SIGNALS for repair in both)
+    yield from (Run(56, keep, rule, signal, repair) for keep in (0.7, 0.3) for rule, signal in BUDGETS for repair in BOTH)
+    yield from (Run(20, keep, rule, signal, repair) for keep in (0.5, 0.7, 0.3) for rule, signal in BUDGETS for repair in BOTH)
+    yield from (Run(56, 0.5, rule, signal, repair) for rule in ("tod", "uniform") for signal in SIGNALS for repair in BOTH)
     yield from (Run(56, 0.5, "tod", signal, repair) for signal in ("l1", "reconstruction") for repair in METHODS)
 
 
@@ -130,12 +131,12 @@ def tables() -> str:
         ]
         for repair in METHODS
     ]
-    signals = [[signal, *(cell(Run(56, 0.5, rule, signal, repair)) for repair in ("plain", "sequential") for rule in ("uniform", "tod"))] for signal in SIGNALS]
+    signals = [[signal, *(cell(Run(56, 0.5, rule, signal, repair)) for repair in BOTH for rule in RULES)] for signal in SIGNALS]
     budgets = [
         [
             f"ResNet-{depth} ({baseline.get(depth, 0):.2f})",
             f"{keep:g}",
-            *(cell(Run(depth, keep, rule, s, r)) for rule, s in BUDGETS for r in ("plain", "sequential")),
+            *(cell(Run(depth, keep, rule, s, r)) for rule, s in BUDGETS for r in BOTH),
         ]
         for depth in (56, 20)
         for keep in (0.7, 0.5, 0.3)
@@ -143,7 +144,7 @@ def tables() -> str:
     return "\n\n".join(
         (
             table(["repair", "wasserstein", "l1", "reconstruction", "cost in forward passes"], methods),
-            table(["removal signal", "plain, uniform", "plain, ToD", "sequential, uniform", "sequential, ToD"], signals),
+            table(["removal signal", *(f"{repair}, {rule}" for repair in BOTH for rule in RULES)], signals),
             table(["model (top-1 before)", "FLOPs kept", "wasserstein, ToD, plain", "repaired", "reconstruction, global, plain", "repaired"], budgets),
         )
     )

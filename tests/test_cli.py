@@ -22,7 +22,7 @@ from fairpruner import demo
 from fairpruner.cli import app
 from fairpruner.types import Plan, Scores
 
-COMMANDS = ("discover", "score", "sweep", "plan", "cut", "info", "demo")
+COMMANDS = ("discover", "score", "sweep", "plan", "cut", "recover", "prune", "report", "plot", "info", "demo")
 DEMO = "fairpruner.demo:build"
 
 
@@ -317,3 +317,40 @@ def test_the_installed_command_refuses_without_a_traceback(tmp_path: Path) -> No
     done = subprocess.run(command("info", "nothing"), cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("Error: Cannot read nothing")
+
+
+# Mending, training and the whole job
+
+
+def test_a_cut_is_mended_and_recovered_from_the_command_line(work: Path) -> None:
+    _, test = demo.Digits.load()
+    common = ["--weights", work / "net.safetensors", "--data", work / "digits.npz"]
+    run("plan", work / "scores.safetensors", "--keep", "flops=0.5", "-o", work / "plan.json")
+    run("cut", DEMO, work / "plan.json", "--weights", work / "net.safetensors", "-o", work / "plain")
+    run("cut", DEMO, work / "plan.json", *common, "--repair", "sequential", "-o", work / "mended")
+    plain, mended = (demo.accuracy(fp.load(work / name, build=DEMO), test) for name in ("plain", "mended"))
+    assert mended > plain + 0.3
+    content = printed_json("recover", work / "mended", "--model", DEMO, "--data", work / "digits.npz", "--epochs", "2", "-o", work / "recovered")
+    assert [epoch["number"] for epoch in content["epochs"]] == [1, 2]
+    assert demo.accuracy(fp.load(work / "recovered", build=DEMO), test) > 0.97
+    assert "--repair sequential looks at samples: give --data" in refused("cut", DEMO, work / "plan.json", "--repair", "sequential", "-o", work / "x")
+
+
+def test_prune_does_the_whole_job_in_rounds(work: Path) -> None:
+    options = ["--keep", "flops=0.4", "--rounds", "2", "--repair", "least_squares", "--recover-epochs", "1", "--samples", "400"]
+    content = printed_json("prune", DEMO, "--weights", work / "net.safetensors", "--data", work / "digits.npz", *options, "-o", work / "whole")
+    assert content["rule"] == "iterative"
+    small, plan = fp.load(work / "whole", build=DEMO), Plan.load(work / "whole" / "plan.json")
+    assert fp.count_params(small) == plan.predicted["params"]
+    assert abs(plan.share("flops") - 0.4) < 0.06
+
+
+def test_report_writes_a_page_of_the_scores(work: Path) -> None:
+    content = printed_json("report", work / "scores.safetensors", "-o", work / "report.html")
+    assert content["file"] == str(work / "report.html")
+    assert "<html" in (work / "report.html").read_text(encoding="utf-8")[:200]
+
+
+def test_plan_can_be_limited_to_some_spaces(work: Path) -> None:
+    run("plan", work / "scores.safetensors", "--keep", "flops=0.8", "--skip", "stem", "-o", work / "some.json")
+    assert "stem" not in Plan.load(work / "some.json").removed

@@ -248,6 +248,7 @@ def test_one_sample_leaves_nothing_to_prove_a_fit_with() -> None:
     small = fp.cut(net, plan)
     repaired = fp.repair(small, net, plan, [(torch.ones(1, 3).double(), torch.tensor([0]))], notes=notes)
     assert [note.outcome for note in notes] == ["kept"]
+    assert repaired is not small
     assert all(torch.equal(a, b) for a, b in zip(small.state_dict().values(), repaired.state_dict().values(), strict=True))
 
 

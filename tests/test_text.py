@@ -20,6 +20,7 @@ from transformers_zoo import hugging_face
 import fairpruner as fp
 from fairpruner.batches import mean_loss, read_batches
 from fairpruner.datasets import Sampling
+from fairpruner.observing import LastInput
 from fairpruner.text import Columns, load_text
 from fairpruner.tokens import IGNORED, targets_of
 
@@ -262,6 +263,25 @@ def test_wasserstein_of_heads_takes_texts_of_any_length_and_groups_of_classes() 
     for by_space in (scores.removal, grouped.removal):
         assert all((values > 0).all() for values in by_space.values())
     assert all((grouped.removal[name] <= values + 1e-12).any() for name, values in scores.removal.items())
+
+
+def test_grouping_classes_sees_no_padding() -> None:
+    """Two texts of each class; classes 0 and 1 share one, so do 2 and 3: whatever the padding, these are the groups."""
+    model = hugging_face("llama").double()
+    texts = [TEXTS[0], TEXTS[0], TEXTS[3], TEXTS[3]]
+    labels = torch.arange(4)
+    apart = [{**padded([text]), "labels": labels[i : i + 1]} for i, text in enumerate(texts)]
+    together = [{**padded([*texts[:1], *texts[2:], TEXTS[4]]), "labels": torch.tensor([0, 2, 3, 3])}, {**padded(texts[1:2]), "labels": labels[1:2]}]
+    spaces = fp.discover(model, padded(TEXTS[:1]))
+    for data in (apart, together):
+        scores = fp.score(model, data, spaces=spaces, removal="wasserstein", groups=2)
+        assert scores.settings["groups"] == 2
+    real = padded(texts)["attention_mask"].bool()
+    with LastInput() as last, torch.no_grad():
+        model(**padded(texts))
+    with LastInput() as alone, torch.no_grad():
+        model(**padded(texts[2:]))
+    torch.testing.assert_close(last.features(4, real)[2:], alone.features(2, torch.ones(2, 2, dtype=torch.bool)), rtol=1e-5, atol=1e-7)
 
 
 def test_wasserstein_without_classes_says_what_to_do() -> None:

@@ -18,6 +18,8 @@ from .allocation import allocate, sweep
 from .diagnostics import Diagnosis, diagnose
 from .discovery import discover
 from .errors import FairprunerError
+from .recovery import recover
+from .repair import repair
 from .scoring import score
 from .storage import save, written_whole
 from .surgery import cut
@@ -25,7 +27,8 @@ from .types import Budget, Plan
 
 BUDGETS = (0.75, 0.25)  # other shares of the FLOPs, to show that they come for free
 DATA, WEIGHTS, SCORES, PRUNED = "digits.npz", "net.safetensors", "scores.safetensors", "pruned"  # what it leaves in its folder
-EPOCHS, FINE_TUNING_EPOCHS = 6, 2
+EPOCHS = 6
+REPAIR = "sequential"
 
 
 class Block(nn.Module):
@@ -123,7 +126,8 @@ class Outcome:
 
     original: float
     cut: float
-    trained: float  # after a short training of the cut model
+    repaired: float  # without training
+    recovered: float  # after one epoch of it
     plan: Plan
     diagnosis: Diagnosis
     others: list[Plan]  # one for each of BUDGETS
@@ -143,19 +147,22 @@ def run(folder: Path) -> Outcome:
         save_file(model.state_dict(), temporary)
 
     _say("Scoring it once …")
-    scores = score(model, list(digits.batches()), spaces=discover(model, digits.x[:1]))
+    batches = list(digits.batches())
+    scores = score(model, batches, spaces=discover(model, digits.x[:1]))
     scores.save(folder / SCORES)
     _say("Pruning it to half its FLOPs …")
     plan = allocate(scores, keep=Budget("flops", 0.5))
     small = cut(model, plan)
-    cut_accuracy = accuracy(small, test)
-    train(small, digits, FINE_TUNING_EPOCHS)
-    save(small, plan, folder / PRUNED, build=f"{__name__}:build")
+    _say("Repairing the cut without training, then training it for one epoch …")
+    repaired = repair(small, model, plan, batches, method=REPAIR)
+    recovered = recover(repaired, batches, epochs=1)
+    save(recovered, plan, folder / PRUNED, build=f"{__name__}:build")
+    read = [accuracy(net, test) for net in (model, small, repaired, recovered)]
 
     start = perf_counter()
     others = sweep(scores, "flops", BUDGETS)
     seconds = perf_counter() - start
-    return Outcome(accuracy(model, test), cut_accuracy, accuracy(small, test), plan, diagnose(scores, plan), others, seconds)
+    return Outcome(*read, plan, diagnose(scores, plan), others, seconds)
 
 
 def _say(step: str) -> None:

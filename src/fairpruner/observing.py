@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from .errors import FairprunerError
+from .tokens import mean_over_tokens
 from .types import Ints, Slice, Spaces, UnitSpace
 
 
@@ -211,11 +212,13 @@ class LastInput(TorchFunctionMode):
             self._last = (_argument(args, kwargs or {}, reader.source), reader.axis)
         return function(*args, **(kwargs or {}))
 
-    def features(self, samples: int) -> Tensor:
-        """The penultimate features of each sample, averaged over positions, [N, C]."""
+    def features(self, samples: int, real: Tensor | None = None) -> Tensor:
+        """The penultimate features of each sample, averaged over positions, of texts over the `real` tokens [N, T]: [N, C]."""
         if self._last is None or self._last[0].shape[0] != samples:
             raise FairprunerError(
                 "The model has no last linear call that reads one row of features for each sample, so its classes cannot be grouped. Leave out groups=."
             )
         source, axis = self._last
+        if real is not None and source.shape[:-1] == real.shape:
+            return mean_over_tokens(source.detach(), real)
         return source.detach().movedim(axis, 1).flatten(2).mean(2) if source.ndim > 2 else source.detach()

@@ -71,4 +71,6 @@ def _together() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise FairprunerError(f"Another process of this job has died or left before the scores were joined, so there are none: look at its output and start again. ({error})") from error
+        raise FairprunerError(
+            f"Another process of this job has died or left before the scores were joined, so there are none: look at its output and start again. ({error})"
+        ) from error

@@ -18,6 +18,7 @@ from .observing import LastInput
 from .processes import Processes
 from .signals.base import Asked, Reading, Role, Signal, Task, resolve
 from .signals.classes import ClassGroups, group_classes
+from .tokens import real_tokens
 from .types import Floats, Scores, Spaces
 
 
@@ -117,7 +118,7 @@ def _group(model: nn.Module, data: Iterable[Any], device: torch.device, groups: 
                 with LastInput() as last:
                     forward(model, batch)
                 advance(batch.size)
-                yield last.features(batch.size), batch.class_labels()
+                yield last.features(batch.size, real_tokens(batch.inputs)), batch.class_labels()
 
     return group_classes(features(), groups, seed)
 

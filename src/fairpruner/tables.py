@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from .costs import predict
-from .demo import BUDGETS, DATA, FINE_TUNING_EPOCHS, PRUNED, SCORES, WEIGHTS, Outcome
+from .demo import BUDGETS, DATA, PRUNED, SCORES, WEIGHTS, Outcome
 from .diagnostics import spearman
 from .history import Epoch
 from .types import METRICS, Plan, Scores, Spaces
@@ -102,7 +102,7 @@ def show_demo(outcome: Outcome, place: str) -> Shown:
     """The plan's table, the accuracies, other budgets, and how to go on."""
     before, after = outcome.plan.original, outcome.plan.predicted
     lines = [
-        f"Accuracy on the test digits: {outcome.original:.1%} → {outcome.cut:.1%} when cut → {outcome.trained:.1%} after {FINE_TUNING_EPOCHS} epochs of fine-tuning",
+        f"Accuracy on the test digits: {outcome.original:.1%} → {outcome.cut:.1%} when cut → {outcome.repaired:.1%} repaired without training → {outcome.recovered:.1%} after one epoch of it",
         f"FLOPs (MACs): {before['flops']:,} → {after['flops']:,}; params: {before['params']:,} → {after['params']:,}",
         "",
         f"{len(outcome.others)} other budgets from the same scores took {1000 * outcome.seconds:.1f} ms:",
@@ -115,7 +115,7 @@ def show_demo(outcome: Outcome, place: str) -> Shown:
     others = show_sweep(outcome.others, BUDGETS, "flops")
     content = {
         "folder": place,
-        "accuracy": {"original": outcome.original, "cut": outcome.cut, "trained": outcome.trained},
+        "accuracy": {"original": outcome.original, "cut": outcome.cut, "repaired": outcome.repaired, "recovered": outcome.recovered},
         "plan": {**plan_facts(outcome.plan), **outcome.diagnosis.to_json()},
         "sweep": others.json,
         "sweep_seconds": outcome.seconds,
