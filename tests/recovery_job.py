@@ -125,7 +125,7 @@ def plain_data() -> list[tuple[torch.Tensor, torch.Tensor]]:
 def _rank(folder: Path, rank: int, port: int) -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     history: list[Epoch] = []
     train, validation = loaders()
     best = recover(net(), train, epochs=2, validation=validation, recipe=RECIPE, folder=folder / "checkpoints", on_epoch=history.append)

@@ -102,9 +102,10 @@ def test_one_round_is_the_allocated_plan_itself() -> None:
 
 
 def test_a_round_that_went_too_far_is_followed_by_one_that_removes_nothing() -> None:
-    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-    _, plan = prune(model, some_data(), keep=fp.Budget("units", 0.5), rounds=3, options={"allocate": {"multiple_of": 4}})
-    assert plan.predicted["units"] == 4
+    model = nn.Sequential(nn.Linear(4, 40), nn.ReLU(), nn.Linear(40, 3))
+    # The first round aims at 29 units and can have 40 or 20; the second aims at 21.
+    _, plan = prune(model, some_data(), keep=fp.Budget("units", 21), rounds=2, options={"allocate": {"multiple_of": 20}})
+    assert plan.predicted["units"] == 20
 
 
 def test_options_reach_their_stages(tmp_path: Path) -> None:

@@ -448,6 +448,13 @@ def test_two_processes_train_one_model(tmp_path: Path) -> None:
         torch.testing.assert_close(first[f"plain.{name}"], tensor.detach())
 
 
+def test_processes_that_would_train_each_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    recover(small_net(), some_data(), epochs=1)  # accelerate has settled on one process
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(fp.FairprunerError, match="2 processes were launched, and accelerate trains with 1"):
+        recover(small_net(), some_data(), epochs=1)
+
+
 def test_data_is_dealt_in_turn() -> None:
     data = [1, 2, 3, 4, 5]
     assert [list(deal(data, rank, 2, even=True)) for rank in (0, 1)] == [[1, 3], [2, 4]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, astuple, replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast
 from torch import Tensor, nn
@@ -69,7 +71,14 @@ def recover(
 
 
 def _accelerator() -> Accelerator:
-    accelerator = Accelerator()
+    """Accelerate as it was launched; checked, for it would let processes that it cannot join train each for itself."""
+    launched = dist.get_world_size() if dist.is_available() and dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    devices = getattr(torch, "accelerator", torch.cuda)  # torch.accelerator came with torch 2.6
+    accelerator = Accelerator(cpu=launched > 1 and not devices.is_available())
+    if accelerator.num_processes != launched:
+        raise FairprunerError(
+            f"{launched} processes were launched, and accelerate trains with {accelerator.num_processes}: set ACCELERATE_USE_CPU=true to train on the CPU, and make no Accelerator before."
+        )
     if accelerator.distributed_type in SHARDED:
         raise FairprunerError(f"recover was launched with {accelerator.distributed_type.value}, expected one process, or data-parallel ones: launch it so.")
     return accelerator

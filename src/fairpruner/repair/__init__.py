@@ -53,11 +53,12 @@ def repair(
     (cross-entropy by default). `notes` is a list that gets one line for each weight: repaired, kept or skipped.
 
     >>> import fairpruner as fp
-    >>> net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))  # 8 units that 4 inputs determine
-    >>> plan = fp.Plan.removing(fp.discover(net, torch.zeros(1, 4)), {"0": (1, 5, 6)})
-    >>> data = [(torch.randn(64, 4), torch.arange(64) % 2)]
-    >>> small = fp.repair(fp.cut(net, plan), net, plan, data)
-    >>> torch.allclose(small(data[0][0]), net(data[0][0]), atol=1e-4)
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)).double()  # 8 units that 4 inputs determine
+    >>> inputs = torch.randn(64, 4).double()
+    >>> plan = fp.Plan.removing(fp.discover(net, inputs[:1]), {"0": (1, 5, 6)})
+    >>> data = [(inputs, net(inputs).detach())]
+    >>> small = fp.repair(fp.cut(net, plan), net, plan, data, loss=nn.functional.mse_loss)
+    >>> torch.allclose(small(inputs), net(inputs), atol=1e-6)
     True
     """
     methods = (method,) if isinstance(method, str) else tuple(method)
