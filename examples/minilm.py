@@ -64,4 +64,7 @@ def main(source: str, texts: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if len(sys.argv) == 3:
+        main(*sys.argv[1:])
+    else:
+        print(__doc__)

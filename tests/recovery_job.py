@@ -20,11 +20,11 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 import fairpruner.batches
-import fairpruner.recovery
+import fairpruner.recovery.training
 import fairpruner.storage
-from fairpruner.history import Epoch
-from fairpruner.recipe import Recipe
 from fairpruner.recovery import recover
+from fairpruner.recovery.history import Epoch
+from fairpruner.recovery.recipe import Recipe
 
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["fairpruner.recovery", "torch._dynamo", "sklearn.datasets"])  # imported once for all of them, which takes seconds
@@ -67,10 +67,10 @@ def run(folder: Path | None, recipe: Recipe = RECIPE, workers: int = 0) -> dict[
 
 # What happens often enough in a run to choose a moment by its name and number: (module, name) of the function that does it.
 MOMENTS: dict[str, tuple[Any, str]] = {
-    "step": (fairpruner.recovery, "training_loss"),
-    "average": (fairpruner.recovery, "_follow"),
-    "validation": (fairpruner.recovery, "mean_loss"),
-    "save": (fairpruner.recovery, "save_checkpoint"),
+    "step": (fairpruner.recovery.training, "training_loss"),
+    "average": (fairpruner.recovery.training, "_follow"),
+    "validation": (fairpruner.recovery.training, "mean_loss"),
+    "save": (fairpruner.recovery.training, "save_checkpoint"),
     "write": (fairpruner.storage, "save_file"),
     "rename": (os, "replace"),
 }

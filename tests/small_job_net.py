@@ -8,7 +8,9 @@ from torch import Tensor, nn
 
 def build() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(1, 6, 3), nn.ReLU(), nn.Conv2d(6, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 16, 10), nn.ReLU(), nn.Linear(10, 3)).double()
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 3), nn.ReLU(), nn.Conv2d(6, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 16, 10), nn.ReLU(), nn.Linear(10, 3)
+    ).double()
 
 
 def batches(count: int) -> list[tuple[Tensor, Tensor]]:

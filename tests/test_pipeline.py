@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import fairpruner as fp
 import fairpruner.pipeline
 from fairpruner.demo import Digits, DigitsNet, accuracy, train
-from fairpruner.history import Epoch
 from fairpruner.pipeline import prune
-from fairpruner.recipe import Recipe
+from fairpruner.recovery.history import Epoch
+from fairpruner.recovery.recipe import Recipe
 
 
 def mlp() -> nn.Sequential:

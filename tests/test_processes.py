@@ -16,7 +16,15 @@ HERE = Path(__file__).parent
 
 
 def launch(output: Path, *arguments: str, processes: int = 2) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--master-addr=127.0.0.1", "--master-port=0", "--rdzv-backend=c10d"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nproc-per-node={processes}",
+        "--master-addr=127.0.0.1",
+        "--master-port=0",
+        "--rdzv-backend=c10d",
+    ]
     command += ["--rdzv-endpoint=127.0.0.1:0", str(HERE / "scoring_job.py"), str(output), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE), "PYTHONWARNINGS": "ignore"}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)

@@ -30,13 +30,13 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import fairpruner as fp
-import fairpruner.recovery
+import fairpruner.recovery.training
 from fairpruner.batches import Batch
-from fairpruner.checkpoints import FILE
-from fairpruner.feeding import deal, steps_of
-from fairpruner.history import Epoch
-from fairpruner.recipe import SCHEDULES, Recipe, training_loss
 from fairpruner.recovery import recover
+from fairpruner.recovery.checkpoints import FILE
+from fairpruner.recovery.feeding import deal, steps_of
+from fairpruner.recovery.history import Epoch
+from fairpruner.recovery.recipe import SCHEDULES, Recipe, training_loss
 
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -328,7 +328,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(optimizer: str, workers: int, tmp_pa
     recipe = Recipe(optimizer=optimizer, learning_rate=0.01, checkpoint_every=1000)
     expected = run(None, recipe=recipe, workers=workers)
     with monkeypatch.context() as patch:
-        patch.setattr(fairpruner.recovery, "training_loss", fairpruner.recovery.training_loss)  # so that it is put back
+        patch.setattr(fairpruner.recovery.training, "training_loss", fairpruner.recovery.training.training_loss)  # so that it is put back
         recovery_job.before("step", 13, lambda: signal.raise_signal(signal.SIGINT))
         with pytest.raises(
             KeyboardInterrupt,
@@ -373,7 +373,7 @@ def test_a_finished_run_is_not_run_again(tmp_path: Path, monkeypatch: pytest.Mon
     first: list[Epoch] = []
     again: list[Epoch] = []
     found = recover(net, data, epochs=3, validation=data, folder=tmp_path, on_epoch=first.append)
-    monkeypatch.setattr(fairpruner.recovery, "training_loss", None)  # no step can be made any more
+    monkeypatch.setattr(fairpruner.recovery.training, "training_loss", None)  # no step can be made any more
     assert same(recover(net, data, epochs=3, validation=data, folder=tmp_path, on_epoch=again.append), found)
     assert first == again
     assert [epoch.number for epoch in first] == [1, 2, 3]
@@ -415,7 +415,7 @@ def test_resuming_with_accumulated_batches(tmp_path: Path, monkeypatch: pytest.M
 def test_a_checkpoint_every_few_steps(accumulated: int, positions: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", str(accumulated))
     saved: list[int] = []
-    monkeypatch.setattr(fairpruner.recovery, "save_checkpoint", lambda checkpoint, folder, settings: saved.append(checkpoint.content["position"]))
+    monkeypatch.setattr(fairpruner.recovery.training, "save_checkpoint", lambda checkpoint, folder, settings: saved.append(checkpoint.content["position"]))
     recover(small_net(), some_data(7), epochs=1, recipe=Recipe(checkpoint_every=2), folder=tmp_path)
     assert saved == positions  # the first at the start, the last at the end
 

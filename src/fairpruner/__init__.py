@@ -7,10 +7,8 @@ from .costs import count_flops, count_params
 from .diagnostics import diagnose
 from .discovery import discover
 from .errors import FairprunerError
-from .history import Epoch
 from .pipeline import prune
-from .recipe import Recipe
-from .recovery import recover
+from .recovery import Epoch, Recipe, recover
 from .repair import repair
 from .reporting import Report, report
 from .scoring import score

@@ -157,12 +157,12 @@ def run(folder: Path) -> Outcome:
     repaired = repair(small, model, plan, batches, method=REPAIR)
     recovered = recover(repaired, batches, epochs=1)
     save(recovered, plan, folder / PRUNED, build=f"{__name__}:build")
-    read = [accuracy(net, test) for net in (model, small, repaired, recovered)]
+    original, plain, mended, trained = (accuracy(net, test) for net in (model, small, repaired, recovered))
 
     start = perf_counter()
     others = sweep(scores, "flops", BUDGETS)
     seconds = perf_counter() - start
-    return Outcome(*read, plan, diagnose(scores, plan), others, seconds)
+    return Outcome(original, plain, mended, trained, plan, diagnose(scores, plan), others, seconds)
 
 
 def _say(step: str) -> None:

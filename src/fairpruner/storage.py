@@ -44,12 +44,12 @@ def save_scores(scores: Scores, path: str | Path) -> None:
     signals = {group: list(getattr(scores, group)) for group in SIGNALS}  # the first of each is the active one
     content = {"samples": scores.samples, "settings": dict(scores.settings), "signals": signals, "spaces": spaces_to_json(scores.spaces)}
     with written_whole(path) as temporary:
-        _write_tensors(temporary, "scores", content, tensors)
+        write_tensors(temporary, "scores", content, tensors)
 
 
 def load_scores(path: str | Path) -> Scores:
     """Read what `save_scores` wrote, bit for bit."""
-    content, tensors = _read_tensors(Path(path), "scores")
+    content, tensors = read_tensors(Path(path), "scores")
     with _understanding(path):
         spaces = spaces_from_json(content["spaces"])
         arrays = {
@@ -103,7 +103,7 @@ def save(small: nn.Module, plan: Plan, folder: str | Path, *, build: str | None 
     with written_whole(folder) as temporary:
         temporary.mkdir()
         _write_plan(plan, temporary / PLAN)
-        _write_tensors(temporary / MODEL, "model", {"plan": digest(plan_to_json(plan))}, _storable(_state(small)))
+        write_tensors(temporary / MODEL, "model", {"plan": digest(plan_to_json(plan))}, _storable(_state(small)))
         (temporary / REPORT).write_text(readable(_report(small, plan)) + "\n", encoding="utf-8")
         (temporary / README).write_text(_readme(small, plan, _loading(small, plan, temporary, build)), encoding="utf-8")
 
@@ -117,7 +117,7 @@ def load(folder: str | Path, build: Callable[[], nn.Module] | str | None = None)
     """
     folder = Path(folder)
     plan = load_plan(folder / PLAN)
-    content, tensors = _read_tensors(folder / MODEL, "model")
+    content, tensors = read_tensors(folder / MODEL, "model")
     if content.get("plan") != digest(plan_to_json(plan)):
         raise FairprunerError(f"{PLAN} and {MODEL} of folder {folder} do not belong together: restore the two files that were saved at once.")
     model = _original(folder, build)
@@ -246,7 +246,7 @@ def _write_plan(plan: Plan, path: Path) -> None:
     path.write_text(readable(_sealed("plan", plan_to_json(plan))) + "\n", encoding="utf-8")
 
 
-def _write_tensors(path: Path, kind: str, content: Json, tensors: Mapping[str, torch.Tensor]) -> None:
+def write_tensors(path: Path, kind: str, content: Json, tensors: Mapping[str, torch.Tensor]) -> None:
     path.touch()
     mode = path.stat().st_mode  # safetensors would leave a file that only its owner can read
     save_file(dict(tensors), path, metadata={"format": "pt", "fairpruner": compact(_sealed(kind, content, tensors))})
@@ -265,7 +265,7 @@ def _read_json(path: Path, kind: str) -> Json:
     return _opened(text, path, kind)
 
 
-def _read_tensors(path: Path, kind: str) -> tuple[Json, dict[str, torch.Tensor]]:
+def read_tensors(path: Path, kind: str) -> tuple[Json, dict[str, torch.Tensor]]:
     try:
         with safe_open(path, framework="pt") as file:
             text = (file.metadata() or {}).get("fairpruner")

@@ -13,7 +13,7 @@ from rich.table import Table
 from .costs import predict
 from .demo import BUDGETS, DATA, PRUNED, SCORES, WEIGHTS, Outcome
 from .diagnostics import spearman
-from .history import Epoch
+from .recovery import Epoch
 from .types import METRICS, Plan, Scores, Spaces
 
 

@@ -36,6 +36,9 @@ class _Commands(TyperGroup):
         except FairprunerError as error:
             print(f"Error: {error}", file=sys.stderr)
             raise typer.Exit(1) from None
+        except KeyboardInterrupt as stop:
+            print(stop, file=sys.stderr)  # recovery says how to go on
+            raise typer.Exit(130) from None
 
 
 app = typer.Typer(

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from torch.utils.data import DataLoader
 
 import fairpruner as fp
 
@@ -16,7 +17,7 @@ from ..datasets import Preprocessing, Sampling
 from ..demo import DATA, PRUNED, SCORES, WEIGHTS
 from ..demo import run as run_demo
 from ..errors import FairprunerError
-from ..recipe import OPTIMIZERS, SCHEDULES
+from ..recovery.recipe import OPTIMIZERS, SCHEDULES
 from ..repair import METHODS
 from ..tables import show_demo, show_history, show_plan
 from ..text import Columns
@@ -52,6 +53,7 @@ from .common import (
 Folder = Annotated[Path, typer.Option("--output", "-o", help="The folder of the smaller model.")]
 Repair = Annotated[str | None, typer.Option(help=f"Mend the cut without training, by one or several of {', '.join(METHODS)}; needs --data.")]
 Epochs = Annotated[int, typer.Option(help="Epochs of fine-tuning.")]
+Checkpoints = Annotated[Path | None, typer.Option(help="A folder for checkpoints: the same command goes on from there.")]
 LearningRate = Annotated[float, typer.Option(help="At the start of the schedule.")]
 Optimizer = Annotated[str, typer.Option(help=f"{', '.join(OPTIMIZERS)}.", autocompletion=lambda: list(OPTIMIZERS))]
 Schedule = Annotated[str, typer.Option(help=f"{', '.join(SCHEDULES)}.", autocompletion=lambda: list(SCHEDULES))]
@@ -101,7 +103,7 @@ def recover(
     epochs: Epochs = 10,
     output: Folder = Path("recovered"),
     validation: Annotated[str | None, typer.Option(help="Data to judge each epoch by; the best is kept.")] = None,
-    checkpoints: Annotated[Path | None, typer.Option(help="A folder for checkpoints: the same command goes on from there.")] = None,
+    checkpoints: Checkpoints = None,
     learning_rate: LearningRate = 0.005,
     optimizer: Optimizer = "sgd",
     schedule: Schedule = "cosine",
@@ -132,7 +134,7 @@ def recover(
     history: list[fp.Epoch] = []
     better = fp.recover(
         small,
-        read(data),
+        _shuffled(read(data)),
         epochs=epochs,
         validation=read(validation) if validation else None,
         teacher=trained(model, teacher) if teacher else None,
@@ -156,6 +158,8 @@ def prune(
     rounds: Annotated[int, typer.Option(help="Score, cut, mend and train this many times.")] = 1,
     repair: Annotated[str | None, typer.Option(help=f"Mend each cut without training, by one or several of {', '.join(METHODS)}.")] = None,
     recover_epochs: Annotated[int, typer.Option(help="Epochs of fine-tuning after each cut.")] = 0,
+    train: Annotated[str | None, typer.Option(help="Data to fine-tune on; all of --data by default.")] = None,
+    checkpoints: Checkpoints = None,
     learning_rate: LearningRate = 0.005,
     removal: Annotated[str, typer.Option(help=f"One of {', '.join(fp.signals.names('removal'))}.")] = "wasserstein",
     protection: Annotated[str, typer.Option(help=f"One of {', '.join(fp.signals.names('protection'))}.")] = "taylor",
@@ -177,19 +181,20 @@ def prune(
     check_room(output, force)
     net = trained(model, weights, device)
     preprocessing = Preprocessing(size, parse_floats(mean), parse_floats(std))
-    batches = read_data(model, net, data, Sampling(samples, batch_size, seed), preprocessing, Columns(parse_names(text_column), label_column, length))
+    columns = Columns(parse_names(text_column), label_column, length)
     small, plan = fp.prune(
         net,
-        batches,
+        read_data(model, net, data, Sampling(samples, batch_size, seed), preprocessing, columns),
         keep=parse_budget(keep) if keep else None,
         alpha=alpha,
         rounds=rounds,
         repair=parse_names(repair) if repair else None,
         recover_epochs=recover_epochs,
+        train=_shuffled(read_data(model, net, train or data, Sampling(None, batch_size, seed), preprocessing, columns)) if recover_epochs else None,
         options={
             "discover": {"skip": skip or ()},
             "score": {"removal": removal, "protection": protection, "seed": seed},
-            "recover": {"recipe": fp.Recipe(learning_rate=learning_rate, seed=seed)},
+            "recover": {"recipe": fp.Recipe(learning_rate=learning_rate, seed=seed), "folder": checkpoints},
         },
     )
     if is_first():
@@ -210,6 +215,13 @@ def demo(
         shutil.rmtree(output / PRUNED)
     torch.set_num_threads(1)  # the tensors are so small that threads would only wait for each other
     show(show_demo(run_demo(output), str(output)), as_json)
+
+
+def _shuffled(batches: Iterable[Any]) -> Iterable[Any]:
+    """The same data in another order each time it is read, where that is in our hands."""
+    if not isinstance(batches, DataLoader):
+        return batches
+    return DataLoader(batches.dataset, batches.batch_size, shuffle=True, collate_fn=batches.collate_fn)
 
 
 def _save(small: torch.nn.Module, plan: Plan, folder: Path, source: str) -> None:

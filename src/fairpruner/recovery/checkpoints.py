@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .encoding import Json, digest
-from .errors import FairprunerError
-from .fingerprint import fingerprint
-from .storage import _read_tensors, _write_tensors, written_whole
+from ..encoding import Json, digest
+from ..errors import FairprunerError
+from ..fingerprint import fingerprint
+from ..storage import read_tensors, write_tensors, written_whole
 
 FILE = "checkpoint.safetensors"
 Tensors = Mapping[str, Tensor]
@@ -34,7 +34,7 @@ def save_checkpoint(checkpoint: Checkpoint, folder: Path, settings: Json) -> Non
         remains.unlink(missing_ok=True)
     flat = {f"{group}/{name}": tensor.detach().cpu().contiguous() for group, tensors in checkpoint.tensors.items() for name, tensor in tensors.items()}
     with written_whole(folder / FILE) as temporary:
-        _write_tensors(temporary, "checkpoint", {"settings": settings, "groups": list(checkpoint.tensors), "content": checkpoint.content}, flat)
+        write_tensors(temporary, "checkpoint", {"settings": settings, "groups": list(checkpoint.tensors), "content": checkpoint.content}, flat)
 
 
 def load_checkpoint(folder: Path, settings: Json) -> Checkpoint | None:
@@ -42,7 +42,7 @@ def load_checkpoint(folder: Path, settings: Json) -> Checkpoint | None:
     path = folder / FILE
     if not path.exists():
         return None
-    file, flat = _read_tensors(path, "checkpoint")
+    file, flat = read_tensors(path, "checkpoint")
     for name, now in settings.items():
         then = file["settings"].get(name)
         if then != now:

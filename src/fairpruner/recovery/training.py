@@ -17,14 +17,14 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast
 from torch import Tensor, nn
 
-from .batches import Batch, forward, mean_loss
+from ..batches import Batch, forward, mean_loss
+from ..encoding import Json
+from ..errors import FairprunerError
+from ..surgery import copy_with
 from .checkpoints import FILE, Checkpoint, fill, identity, load_checkpoint, optimizer_state, restore_optimizer, save_checkpoint, tensors_of_model
-from .encoding import Json
-from .errors import FairprunerError
 from .feeding import COMPUTING, deal, epoch_batches, own_randomness, reseed, steps_of
 from .history import Epoch, Tally
 from .recipe import Recipe, training_loss
-from .surgery import copy_with
 from .terminal import Show, noticing_interrupts, training_bar
 
 SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
