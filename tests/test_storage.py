@@ -456,7 +456,7 @@ def test_a_folder_of_another_architecture_is_refused(folder: Path) -> None:
 
 
 def test_weights_that_lack_a_tensor_are_refused(folder: Path) -> None:
-    content, tensors = storage._read_tensors(folder / "model.safetensors", "model")
+    content, tensors = storage.read_tensors(folder / "model.safetensors", "model")
     del tensors["head.bias"]
     body = {"plan": content["plan"]}
     save_file(tensors, folder / "model.safetensors", metadata={"fairpruner": json.dumps({**content, "digest": digest(body, tensors)})})

@@ -50,7 +50,7 @@ def prune(
 
     >>> net = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
     >>> data = [(torch.randn(16, 4), torch.arange(16) % 2) for _ in range(2)]
-    >>> small, plan = prune(net, data, keep=Budget("units", 0.25), rounds=2)
+    >>> small, plan = prune(net, data, keep=Budget("units", 0.25), rounds=2, options={"allocate": {"exact": True}})
     >>> small[0], plan.predicted["units"], plan.rule
     (Linear(in_features=4, out_features=4, bias=True), 4, 'iterative')
     """
