@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fairpruner as fp
-from fairpruner.repair import METHODS, Note, regression
+from fairpruner.repair import METHODS, Note, regression, sequential
 from fairpruner.surgery import copy_with
 
 Data = list[tuple[Tensor, Tensor]]
@@ -370,3 +370,70 @@ def test_a_weight_that_does_more_than_multiply_is_left_alone() -> None:
     assert {note.subject: note.outcome for note in notes} == {"down.weight": "repaired", "embedding.weight": "skipped"}
     with torch.no_grad():
         assert squared(repaired(tokens), model(tokens)) < 0.5 * squared(small(tokens), model(tokens))
+
+
+class Texts(nn.Module):
+    """Called with a batch of texts; every token is computed by itself, padding included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.up, self.down = nn.Embedding(20, 6), nn.Linear(6, 16), nn.Linear(16, 20)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(self.embedding(input_ids))))
+
+
+@pytest.mark.parametrize("method", ["mean", "least_squares", "sequential"])
+def test_padding_teaches_nothing(method: str) -> None:
+    model, tokens = Texts().double().eval(), torch.randint(1, 20, (64, 5))
+    real, mask = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}, torch.ones_like(tokens)
+    padded = {"input_ids": F.pad(tokens, (0, 9)), "attention_mask": F.pad(mask, (0, 9))}
+    plan = fp.Plan.removing(fp.discover(model, {k: v[:2] for k, v in real.items()}), {"up": (0, 1, 2, 3, 4)})
+    small = fp.cut(model, plan)
+
+    def repaired(batch: dict[str, Tensor]) -> nn.Module:
+        def of_real(output: Tensor, target: Tensor) -> Tensor:
+            return squared(output[:, :5], target[:, :5])
+
+        return fp.repair(small, model, plan, [(batch, model(**batch).detach())], method=method, loss=of_real)
+
+    without, with_padding = (repaired(batch).get_parameter("down.weight") for batch in (real, padded))
+    torch.testing.assert_close(with_padding, without, rtol=1e-9, atol=1e-12)
+    assert method == "mean" or not torch.allclose(without, small.get_parameter("down.weight"))
+
+
+class Counting(list[tuple[Tensor, Tensor]]):
+    """Data that knows how often it was read."""
+
+    reads = 0
+
+    def __iter__(self) -> Any:
+        self.reads += 1
+        return super().__iter__()
+
+
+def test_sums_that_have_no_room_together_are_taken_in_several_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs, spaces = built("resnet8_a", 64)
+    plan = fp.Plan.removing(spaces, some_units(spaces, 0.34, seed=0))
+    small, outcomes, errors, reads = fp.cut(model, plan), [], [], []
+    for room in (sequential.MOST_SUMS, 2**18):
+        monkeypatch.setattr(sequential, "MOST_SUMS", room)
+        data, notes = Counting(matching(model, inputs)), list[Note]()
+        repaired = fp.repair(small, model, plan, data, method="sequential", loss=squared, notes=notes)
+        outcomes.append({note.subject: note.outcome for note in notes})
+        errors.append(float(squared(repaired(inputs), model(inputs)).detach()))
+        reads.append(data.reads)
+    assert outcomes[0] == outcomes[1]
+    assert reads[1] > reads[0]
+    assert errors[1] < 1.2 * errors[0] < 0.6 * float(squared(small(inputs), model(inputs)).detach())
+
+
+def test_cut_and_repair_in_one_call() -> None:
+    model, inputs, spaces = built("conv1d", 64)
+    plan = fp.Plan.removing(spaces, some_units(spaces, 0.34, seed=0))
+    data = [(inputs, torch.arange(64) % 5)]
+    at_once, apart = fp.cut(model, plan, repair="sequential", data=data), fp.repair(fp.cut(model, plan), model, plan, data, method="sequential")
+    assert all(torch.equal(a, b) for a, b in zip(at_once.state_dict().values(), apart.state_dict().values(), strict=True))
+    for given in ({"repair": "mean"}, {"data": data}):
+        with pytest.raises(fp.FairprunerError, match="both"):
+            fp.cut(model, plan, **given)

@@ -9,7 +9,7 @@ from .discovery import discover
 from .errors import FairprunerError
 from .pipeline import prune
 from .recovery import Epoch, Recipe, recover
-from .repair import repair
+from .repair import Note, repair
 from .reporting import Report, report
 from .scoring import score
 from .signals import protection_signal, removal_signal

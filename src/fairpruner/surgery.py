@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,8 +18,10 @@ from .types import Ints, Plan, UnitSpace
 Change = Callable[[str, torch.Tensor], torch.Tensor]
 
 
-def cut(model: nn.Module, plan: Plan) -> nn.Module:
+def cut(model: nn.Module, plan: Plan, *, repair: str | Sequence[str] | None = None, data: Iterable[Any] | None = None) -> nn.Module:
     """A smaller model of the same classes without the plan's units; the model given is untouched.
+
+    `repair` names the methods of `fairpruner.repair` that then mend the cut, from calibration `data`.
 
     >>> import fairpruner as fp
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -28,7 +31,14 @@ def cut(model: nn.Module, plan: Plan) -> nn.Module:
     Linear(in_features=4, out_features=6, bias=True)
     """
     _check(model, plan)
-    return cut_units(model, plan.spaces, plan.removed)
+    if (repair is None) != (data is None):
+        raise FairprunerError("A repair needs both its method and calibration data: give repair='least_squares' and data=..., or neither.")
+    small = cut_units(model, plan.spaces, plan.removed)
+    if repair is None or data is None:
+        return small
+    from .repair import repair as mend  # a stage calls another only here, for the caller's convenience
+
+    return mend(small, model, plan, data, method=repair)
 
 
 def mask(model: nn.Module, plan: Plan) -> nn.Module:

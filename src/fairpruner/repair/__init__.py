@@ -25,13 +25,14 @@ from .wiring import Wire, find_wires, kept_indices, tensors_by_name
 
 __all__ = ["METHODS", "Note", "repair"]
 
-Method = Callable[[nn.Module, nn.Module, Plan, Iterable[Batch], Mapping[str, Wire]], list[Note]]
+Sweep = Callable[[], Iterator[Batch]]  # reads the data once more
+Method = Callable[[nn.Module, nn.Module, Plan, Sweep, Mapping[str, Wire]], list[Note]]
 
 METHODS: dict[str, Method] = {
     "mean": partial(fold, choose=choose_mean),
     "least_squares": partial(fold, choose=choose),
     "sequential": refit,
-    "batchnorm": lambda small, model, plan, batches, wires: reestimate(small, batches),
+    "batchnorm": lambda small, model, plan, sweep, wires: reestimate(small, sweep()),
 }
 
 
@@ -79,8 +80,7 @@ def repair(
         least = _loss(best, data, device, loss)
         for name in methods:
             trial = copy.deepcopy(best)
-            with progress(f"repair: {name}", data) as advance:
-                lines = METHODS[name](trial, model, plan, _counted(read_batches(data, device), advance), wires)
+            lines = METHODS[name](trial, model, plan, partial(_sweep, name, data, device), wires)
             after = _loss(trial, data, device, loss)
             if after <= least:
                 best, least = trial, after
@@ -92,10 +92,11 @@ def repair(
     return best
 
 
-def _counted(batches: Iterable[Batch], advance: Callable[[int], None]) -> Iterator[Batch]:
-    for batch in batches:
-        yield batch
-        advance(batch.size)
+def _sweep(method: str, data: Iterable[Any], device: torch.device) -> Iterator[Batch]:
+    with progress(f"repair: {method}", data) as advance:
+        for batch in read_batches(data, device):
+            yield batch
+            advance(batch.size)
 
 
 def _loss(model: nn.Module, data: Iterable[Any], device: torch.device, loss: Loss | None) -> float:

@@ -72,12 +72,13 @@ class _Moments:
         self.call: Product  # the last one, without its input
         self._halves: list[tuple[int, Tensor, Tensor]] = []  # rows, [G, c, c], [G, c]
 
-    def update(self, product: Product, samples: int, seen: int) -> None:
+    def update(self, product: Product, batch: Batch, seen: int) -> None:
         """See one batch's input; `seen` samples came before."""
         self.call = product.without_input()
-        rows = wide(product.source.movedim(product.axis, -1).flatten(0, -2))  # [rows, C]
-        first = first_half(torch.arange(len(rows), device=rows.device), len(rows), samples, seen)
-        new = [self._of(rows[half]) for half in (first, ~first)]
+        values = wide(product.source.movedim(product.axis, -1).flatten(0, -2))  # [rows, C]
+        rows = product.rows(product.source, batch.inputs)
+        first = first_half(rows, len(values), batch.size, seen)
+        new = [self._of(values[rows[half]]) for half in (first, ~first)]
         self._halves = [(r + s, g + h, t + u) for (r, g, t), (s, h, u) in zip(self._halves, new, strict=True)] if self._halves else new
 
     def _of(self, rows: Tensor) -> tuple[int, Tensor, Tensor]:
@@ -107,27 +108,28 @@ class _Collect(Walk):
     def __init__(self, model: nn.Module, found: Iterable[Consumer]) -> None:
         super().__init__(model)
         self.moments = {consumer.name: _Moments(consumer) for consumer in found}
-        self.samples = self.seen = 0
+        self.batch: Batch
+        self.seen = 0
 
     def product(self, product: Product) -> Tensor:
         if product.name in self.moments:
-            self.moments[product.name].update(product, self.samples, self.seen)
+            self.moments[product.name].update(product, self.batch, self.seen)
         return product.run()
 
     def run(self, model: nn.Module, batch: Batch) -> None:
-        self.samples = batch.size
+        self.batch = batch
         with self:
             forward(model, batch)
         self.seen += batch.size
 
 
-def fold(small: nn.Module, model: nn.Module, plan: Plan, batches: Iterable[Batch], wires: Mapping[str, Wire], choose: Chooser) -> list[Note]:
+def fold(small: nn.Module, model: nn.Module, plan: Plan, sweep: Callable[[], Iterable[Batch]], wires: Mapping[str, Wire], choose: Chooser) -> list[Note]:
     """Add to every consumer in `small` what the removed units gave it, as far as the kept ones tell."""
     kept, weights, tensors = kept_indices(plan), dict(model.named_parameters(remove_duplicate=False)), tensors_by_name(small)
     obstacles = {consumer: _obstacle(consumer, wires) for consumer in consumers(plan, weights)}
     notes = [Note(consumer.name, "skipped", reason) for consumer, reason in obstacles.items() if reason]
     collect = _Collect(model, [consumer for consumer, reason in obstacles.items() if not reason])
-    for batch in batches:
+    for batch in sweep():
         collect.run(model, batch)
     for name, moments in collect.moments.items():
         offset, call = wires[name].offset, moments.call

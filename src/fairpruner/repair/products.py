@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ..observing import READERS
+from ..tokens import real_tokens
 from ..types import Ints
 
 _LINEAR = ("input", "weight", "bias")
@@ -93,6 +94,14 @@ class Product:
             return split.flip(tuple(range(3, split.ndim))).flatten(0, 1).to(like)
         filters: Tensor = matrix.permute(0, 3, 1, 2).unflatten(3, kernel)  # [G, q, c, *kernel]
         return filters.flatten(0, 1).to(like)
+
+    def rows(self, of: Tensor, inputs: Any) -> Tensor:
+        """The rows of this call's input or output that count, [rows]: all of them, but none of the padding of a batch of texts."""
+        total = of.numel() // of.shape[self.axis]
+        real = real_tokens(inputs, self.name)
+        if real is None or self.axis != -1 or real.numel() != total:
+            return torch.arange(total, device=of.device)
+        return real.flatten().nonzero().flatten().to(of.device)
 
     def features(self, rows: Tensor) -> Tensor:
         """What the chosen output positions read, [G, rows, c, taps]; `rows` index the flattened batch and positions of the output."""

@@ -4,11 +4,12 @@ Both models run over each batch once. Where a weight is called in the cut model,
 drift that earlier weights left, is fitted to what the original gives at the same place; and where the output runs into a
 sum, to the original's sum, so that the refit also makes up for the drift of the other operand. The forward pass
 then goes on with the new weight. Sums over rows are kept from batch to batch, so each batch makes all fits better.
+Sums that would not fit into memory together are taken one stretch of weights after the other, in a sweep over the data each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,10 +24,13 @@ from .regression import Choice, Fit, Sums, choose, first_half
 from .wiring import Offset, Sum, Wire, kept_indices, straight_line, tensors_by_name
 
 POSITIONS = 32  # rows taken of each sample: neighbours tell little more
-MOST_SUMS = 2**26  # numbers kept for one weight
+MOST_SUMS = 2**26  # numbers kept at once
+TOO_MANY_SUMS = f"its sums hold more than {MOST_SUMS} numbers"
+
+Kept = Mapping[tuple[str, int], Ints]
 
 
-def refit(small: nn.Module, model: nn.Module, plan: Plan, batches: Iterable[Batch], wires: Mapping[str, Wire]) -> list[Note]:
+def refit(small: nn.Module, model: nn.Module, plan: Plan, sweep: Callable[[], Iterable[Batch]], wires: Mapping[str, Wire]) -> list[Note]:
     """Refit every weight of `small` from the first that lost units onwards."""
     lost = {part.tensor for space in plan.spaces if plan.removed[space.name] for part in space.slices_of("read")}
     notes = [Note(name, "skipped", UNSEEN) for name in sorted(lost - set(wires))]
@@ -34,20 +38,28 @@ def refit(small: nn.Module, model: nn.Module, plan: Plan, batches: Iterable[Batc
     start = min((order.index(name) for name in lost & set(wires)), default=len(order))
     obstacles = {name: _obstacle(wires[name]) for name in order[start:]}
     notes += [Note(name, "skipped", reason) for name, reason in obstacles.items() if reason]
-    chosen = {name: wires[name] for name, reason in obstacles.items() if not reason}
-    kept = kept_indices(plan)
-    refits: dict[str, _Refit] = {}
+    waiting = {name: wires[name] for name, reason in obstacles.items() if not reason}
+    while waiting:
+        stretch = _refit_stretch(small, model, waiting, kept_indices(plan), sweep())
+        if not stretch:  # the data takes another way through the model than its first samples
+            return notes + [Note(name, "skipped", UNSEEN) for name in waiting]
+        notes += [Note.of(name, refit.choice) if refit.choice else Note(name, "skipped", TOO_MANY_SUMS) for name, refit in stretch.items()]
+        waiting = {name: wire for name, wire in waiting.items() if name not in stretch}
+    return notes
+
+
+def _refit_stretch(small: nn.Module, model: nn.Module, wires: Mapping[str, Wire], kept: Kept, batches: Iterable[Batch]) -> dict[str, _Refit]:
+    """Refit the first of these weights, as many as have room for their sums."""
+    stretch = _Stretch()
     for count, (batch, last) in enumerate(_with_last(batches), start=1):
-        original = _Original(model, chosen, kept, batch)
+        original = _Original(model, wires, kept, batch)
         with original:
             forward(model, batch)
         # Solving after 1, 2, 4, … batches is often enough: from one batch to the next a fit changes little.
-        follow = _Follow(small, chosen, original.places, refits, solve=last or count & (count - 1) == 0)
-        with follow:
+        with _Follow(small, wires, original.places, stretch, solve=last or count & (count - 1) == 0):
             forward(small, batch)
-    return notes + [
-        Note.of(name, one.choice) if one.choice else Note(name, "skipped", f"its sums hold more than {MOST_SUMS} numbers") for name, one in refits.items()
-    ]
+        stretch.full = True
+    return stretch.refits
 
 
 def _obstacle(wire: Wire) -> str:
@@ -79,7 +91,7 @@ class _Place:
 class _Original(Walk):
     """Takes rows of the original's outputs and sums."""
 
-    def __init__(self, model: nn.Module, wires: Mapping[str, Wire], kept: Mapping[tuple[str, int], Ints], batch: Batch) -> None:
+    def __init__(self, model: nn.Module, wires: Mapping[str, Wire], kept: Kept, batch: Batch) -> None:
         super().__init__(model)
         self._wires, self._kept, self._batch = wires, kept, batch
         self._generator = torch.Generator().manual_seed(batch.position)
@@ -90,7 +102,9 @@ class _Original(Walk):
         out = product.run()
         if product.name in self._wires:
             total = out.numel() // out.shape[product.axis]
-            rows = torch.randperm(total, generator=self._generator)[: self._batch.size * POSITIONS].sort().values.to(out.device)
+            rows = product.rows(out, self._batch.inputs)
+            chosen = torch.randperm(len(rows), generator=self._generator)[: self._batch.size * POSITIONS].sort().values
+            rows = rows[chosen.to(rows.device)]
             into = self._wires[product.name].sum
             if into is None:
                 self._put(product, rows, product.outputs(out, rows), total)
@@ -121,7 +135,7 @@ class _Refit:
         self._fit = Fit(torch.zeros(groups, channels * taps, outputs).to(self._weight_before), torch.zeros(groups, outputs).to(self._weight_before))
         self._halves: tuple[Sums, Sums] | None = None
         self.choice: Choice | None = None
-        self.fits_memory = channels * taps * max(channels * taps, outputs) * groups <= MOST_SUMS
+        self.size = channels * taps * max(channels * taps, outputs) * groups  # numbers in its sums
 
     @property
     def unseen_offset(self) -> Tensor:
@@ -149,12 +163,33 @@ class _Refit:
                 self._constant.copy_(self._constant_before + self._offset.sign * self._fit.offset.flatten())
 
 
+class _Stretch:
+    """The refits that are under way; a first batch adds to them until there is no room for another."""
+
+    def __init__(self) -> None:
+        self.refits: dict[str, _Refit] = {}
+        self.full = False
+        self._room = MOST_SUMS
+
+    def at(self, name: str, make: Callable[[], _Refit]) -> _Refit | None:
+        """The refit of the weight that is called now; None if it has no part in this stretch."""
+        if not self.full and name not in self.refits:
+            new = make()
+            alone = new.size > MOST_SUMS  # no stretch has room for it: it is only named
+            self.full = not alone and new.size > self._room
+            if not self.full:
+                self.refits[name] = new
+                self._room -= 0 if alone else new.size
+        found = self.refits.get(name)
+        return found if found is not None and found.size <= MOST_SUMS else None
+
+
 class _Follow(Walk):
     """Runs the cut model, refitting each weight as it is reached."""
 
-    def __init__(self, small: nn.Module, wires: Mapping[str, Wire], places: Mapping[str, _Place], refits: dict[str, _Refit], *, solve: bool) -> None:
+    def __init__(self, small: nn.Module, wires: Mapping[str, Wire], places: Mapping[str, _Place], stretch: _Stretch, *, solve: bool) -> None:
         super().__init__(small)
-        self._tensors, self._wires, self._places, self._refits, self._solve = tensors_by_name(small), wires, places, refits, solve
+        self._tensors, self._wires, self._places, self._stretch, self._solve = tensors_by_name(small), wires, places, stretch, solve
         self._waiting: dict[int, tuple[Product, Tensor, Sum]] = {}
 
     def product(self, product: Product) -> Tensor:
@@ -162,10 +197,8 @@ class _Follow(Walk):
         if product.name not in self._wires:
             return out
         wire = self._wires[product.name]
-        if product.name not in self._refits:
-            self._refits[product.name] = _Refit(self._tensors, product, wire.offset)
-        one, place = self._refits[product.name], self._places[product.name]
-        if not one.fits_memory:
+        one, place = self._stretch.at(product.name, lambda: _Refit(self._tensors, product, wire.offset)), self._places[product.name]
+        if one is None:
             return out
         if wire.sum is not None:
             self._waiting[wire.sum.position] = (product, out, wire.sum)
@@ -180,7 +213,7 @@ class _Follow(Walk):
         if position not in self._waiting:
             return
         product, out, (_, side) = self._waiting.pop(position)
-        one, place = self._refits[product.name], self._places[product.name]
+        one, place = self._stretch.refits[product.name], self._places[product.name]
         own, other = (product.outputs(operands[s], place.rows) for s in (side, 1 - side))
         slope, _ = straight_line(product.outputs(out, place.rows), own)  # [outputs]
         drift = place.values - own - other

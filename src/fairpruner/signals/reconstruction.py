@@ -126,23 +126,33 @@ def greedy_errors(covariance: Floats, weights: Floats, units: int) -> Floats:
     """
     width = len(covariance) // units
     damping = DAMPING * np.trace(covariance) / len(covariance) or 1.0
-    inverse, gram = np.linalg.inv(covariance + damping * np.eye(len(covariance))), weights.copy()
-    alive, score, total = np.ones(units, dtype=bool), np.zeros(units), 0.0
-    blocks = np.arange(units * width).reshape(units, width)
+    inverse = torch.from_numpy(np.linalg.inv(covariance + damping * np.eye(len(covariance))))
+    gram = torch.from_numpy(weights.copy())
+    left, alive = np.arange(units), np.ones(units, dtype=bool)  # the units whose rows the matrices hold, and which of them have not gone
+    score, total = np.zeros(units), 0.0
     for _ in range(units):
-        own = np.linalg.inv(inverse[blocks[:, :, None], blocks[:, None, :]] + 0.0)  # [J, D, D]
-        errors = np.where(alive, np.einsum("jab,jba->j", own, gram[blocks[:, :, None], blocks[:, None, :]]), np.inf)
-        unit = int(errors.argmin())
+        if 4 * alive.sum() <= 3 * alive.size:  # rows of units that have gone cost time in every step
+            rows = torch.from_numpy(np.flatnonzero(np.repeat(alive, width)))
+            inverse, gram = inverse[rows][:, rows], gram[rows][:, rows]
+            left, alive = left[alive], alive[alive]
+        own = torch.linalg.inv(_diagonal(inverse, width))  # [units left, D, D]
+        errors = torch.where(torch.from_numpy(alive), (own * _diagonal(gram, width).mT).sum((1, 2)), torch.inf)
+        position = int(errors.argmin())
         # Ties are told apart by the last bit, so that the order survives sorting.
-        total = max(total + max(float(errors[unit]), 0.0), float(np.nextafter(total, np.inf)))
-        score[unit], alive[unit] = total, False
+        total = max(total + max(float(errors[position]), 0.0), float(np.nextafter(total, np.inf)))
+        score[left[position]], alive[position] = total, False
         # What the kept units take over: W_k += gain W_j, with gain = -C^-1_kj [C^-1_jj]^-1.
-        gone = blocks[unit]
-        gain = -inverse[:, gone] @ own[unit]  # [J D, D]
-        gain[gone] = -np.eye(width)
-        inverse = inverse + gain @ inverse[gone]
-        half = gram + gain @ gram[gone]
-        gram = half + half[:, gone] @ gain.T
+        gone = slice(position * width, (position + 1) * width)
+        gain = -inverse[:, gone] @ own[position]  # [rows, D]
+        gain[gone] = -torch.eye(width, dtype=gain.dtype)
+        inverse.addmm_(gain, inverse[gone].clone())
+        gram.addmm_(torch.cat([gain, gram[:, gone] + gain @ gram[gone, gone]], 1), torch.cat([gram[gone], gain.T]))
         inverse[gone], inverse[:, gone] = 0.0, 0.0
-        inverse[np.ix_(gone, gone)] = np.eye(width)
+        inverse[gone, gone] = torch.eye(width, dtype=inverse.dtype)
     return score
+
+
+def _diagonal(matrix: Tensor, width: int) -> Tensor:
+    """The blocks on the diagonal, [J, D, D]."""
+    blocks: Tensor = matrix.unflatten(1, (-1, width)).unflatten(0, (-1, width)).diagonal(dim1=0, dim2=2).movedim(-1, 0)
+    return blocks
