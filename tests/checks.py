@@ -14,6 +14,7 @@ import fairpruner as fp
 from fairpruner.calling import call, tensors_of
 from fairpruner.discovery.verify import lively
 from fairpruner.surgery import copy_with
+from fairpruner.tod import removal_order
 
 IN_FLOAT64 = 1e-8
 
@@ -36,7 +37,8 @@ def difference(a: nn.Module, b: nn.Module, example: Any) -> float:
 
 def some_units(spaces: fp.Spaces, share: float, seed: int) -> dict[str, tuple[int, ...]]:
     rng = np.random.default_rng(seed)
-    return {s.name: tuple(rng.permutation(s.size)[: min(int(s.size * share), s.size - s.min_keep)].tolist()) for s in spaces}
+    depths = {s.name: min(int(s.size * share), s.size - s.min_keep) // s.groups * s.groups for s in spaces}
+    return {s.name: tuple(removal_order(np.argsort(rng.permutation(s.size)), s.groups)[: depths[s.name]].tolist()) for s in spaces}
 
 
 def with_lively_weights(model: nn.Module) -> nn.Module:
@@ -44,12 +46,12 @@ def with_lively_weights(model: nn.Module) -> nn.Module:
     return copy_with(model, lambda name, tensor: lively(name, tensor, torch.float64)).eval()
 
 
-def check_cut(model: nn.Module, example: Any, spaces: fp.Spaces, removed: Mapping[str, tuple[int, ...]]) -> nn.Module:
+def check_cut(model: nn.Module, example: Any, spaces: fp.Spaces, removed: Mapping[str, tuple[int, ...]], tolerance: float = IN_FLOAT64) -> nn.Module:
     """Mask equals cut, predicted equals measured, the model given is untouched; returns the cut model."""
     before = copy.deepcopy(model.state_dict())
     plan = fp.Plan.removing(spaces, removed)
     small = fp.cut(model, plan)
-    assert difference(fp.mask(model, plan), small, example) < IN_FLOAT64
+    assert difference(fp.mask(model, plan), small, example) < tolerance
     assert plan.predicted["params"] == fp.count_params(small)
     assert plan.predicted["flops"] == fp.count_flops(small, example)
     assert plan.original["params"] == fp.count_params(model)

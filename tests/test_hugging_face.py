@@ -109,11 +109,13 @@ def test_blocks_of_different_sizes_come_back_bit_for_bit_without_build(family: s
     assert all(torch.equal(x, y) for x, y in zip(small.parameters(), again.parameters(), strict=True))  # tied ones count once
     readme = (tmp_path / "small" / "README.md").read_text()
     assert 'fp.load("path/to/this/folder")' in readme
-    assert "cannot load this folder: a configuration holds one number for all blocks" in readme
+    assert "Blocks keep different numbers (a configuration holds one number for all blocks" in readme
     with pytest.raises((RuntimeError, ValueError)):
         type(model).from_pretrained(tmp_path / "small")
-    with pytest.raises(fp.FairprunerError, match=r"load it with fp.load"):
-        load_model(f"hf:{tmp_path / 'small'}")
+    assert same(small, load_model(f"hf:{tmp_path / 'small'}"), example)
+    auto = getattr(transformers, next(iter(json.loads((tmp_path / "small" / "config.json").read_text())["auto_map"])))
+    assert f'{auto.__name__}.from_pretrained("path/to/this/folder", trust_remote_code=True)' in readme
+    assert same(small, auto.from_pretrained(tmp_path / "small", trust_remote_code=True), example)
 
 
 @pytest.mark.parametrize(

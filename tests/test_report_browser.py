@@ -18,6 +18,7 @@ from hand_spaces import random_scores
 
 import fairpruner as fp
 from fairpruner.demo import build
+from fairpruner.latency import LatencyTable, TimedOp
 from fairpruner.reporting import report
 from fairpruner.types import METRICS, Scores, Term
 
@@ -98,7 +99,7 @@ def shown(page: Any) -> tuple[dict[str, int], dict[str, int], float]:
 
 def expected(plan: fp.Plan) -> tuple[dict[str, int], dict[str, int], float]:
     assert plan.alpha is not None
-    return dict(plan.predicted), {space.name: space.size - plan.depths[space.name] for space in plan.spaces}, plan.alpha
+    return {metric: int(plan.predicted[metric]) for metric in METRICS}, {space.name: space.size - plan.depths[space.name] for space in plan.spaces}, plan.alpha
 
 
 def download(page: Any, path: Path) -> Path:
@@ -139,6 +140,44 @@ def test_random_settings_answer_as_python_does(open_page: Open, digits: tuple[to
             plan = fp.allocate(scores, keep=fp.Budget(mode, amount), multiple_of=multiple_of)
         choose(page, mode, amount)
         assert shown(page) == expected(plan), (mode, amount, multiple_of)
+
+
+@pytest.mark.parametrize("uneven", [0.0, 2.0])
+def test_predicted_latency_follows_the_slider_as_in_python(open_page: Open, tmp_path: Path, uneven: float) -> None:
+    rng = np.random.default_rng(11)
+    scores = random_scores([17, 64, 40, 3], seed=1, noise=2.0, owned={"s0": rng.integers(1, 5, 17).tolist()})
+    costs = scores.spaces.costs
+    ops = tuple(TimedOp(term.factors, *rng.random(2).tolist(), uneven * rng.random()) for term in costs.flops)
+    table = LatencyTable(costs.factors, ops, 8, scores.spaces.fingerprint)
+    page = open_page(report(scores, latency=table))
+
+    def latency() -> float:
+        return float(page.locator("#kept-latency_ms").get_attribute("data-value"))
+
+    for setting in range(24):
+        multiple_of = [1, 1, 4, 8][rng.integers(4)]
+        page.select_option("#multiple", str(multiple_of))
+        plans = [fp.allocate(scores, alpha=a, multiple_of=multiple_of, latency=table) for a in np.linspace(0, 0.999, 40)]
+        if setting % 3 == 0:
+            mode, amount = "alpha", float(rng.integers(1000)) / 1000
+            plan = fp.allocate(scores, alpha=amount, multiple_of=multiple_of, latency=table)
+        else:
+            mode, amount = "latency_ms", float(rng.uniform(min(p.share("latency_ms") for p in plans), 1))
+            plan = fp.allocate(scores, keep=fp.Budget("latency", amount), multiple_of=multiple_of, latency=table)
+        choose(page, mode, amount)
+        assert shown(page)[1:] == expected(plan)[1:], (mode, amount, multiple_of)
+        assert latency() == plan.predicted["latency_ms"]
+    content = json.loads(download(page, tmp_path / "plan.json").read_text(encoding="utf-8"))
+    assert content["predicted"] == dict(plan.predicted)
+    choose(page, "latency_ms", 0.001)
+    assert "Out of reach" in page.inner_text("#message")
+    assert page.inner_text("#slider-label") == "Latency kept"
+
+
+def test_without_a_table_there_is_no_latency_to_choose(open_page: Open) -> None:
+    page = open_page(report(random_scores([8, 9], seed=0)))
+    assert page.locator("input[value=latency_ms]").count() == 0
+    assert page.locator("#kept-latency_ms").count() == 0
 
 
 def test_budgets_halfway_between_plans_and_plans_of_equal_cost(open_page: Open) -> None:

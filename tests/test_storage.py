@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import fairpruner as fp
-from fairpruner import storage
+from fairpruner import folders, storage
 from fairpruner.encoding import decode_runs, digest, encode_runs, plan_to_json, readable, spaces_to_json
 from fairpruner.types import CostModel, Count, Factor, Plan, Scores, Slice, Spaces, Term, UnitSpace
 
@@ -335,7 +335,7 @@ def test_nothing_is_left_behind_when_writing_fails(
     def fail(*_: Any) -> None:
         raise failure
 
-    monkeypatch.setattr(storage, "_readme", fail)  # the last of the four files
+    monkeypatch.setattr(folders, "write_tensors", fail)  # the last of the four files
     with pytest.raises((fp.FairprunerError, KeyboardInterrupt), match=r"No space left on device|^$"):
         fp.save(*pruned, tmp_path / "small")
     assert os.listdir(tmp_path) == []

@@ -6,14 +6,16 @@ from .composition import compose
 from .costs import count_flops, count_params
 from .diagnostics import diagnose
 from .discovery import discover
-from .errors import FairprunerError
+from .errors import FairprunerError, FairprunerWarning
+from .folders import load, save
+from .latency import LatencyTable
+from .measuring import Measurement, latency_table, measure
 from .pipeline import prune
 from .recovery import Epoch, Recipe, recover
 from .repair import Note, repair
 from .reporting import Report, report
 from .scoring import score
 from .signals import protection_signal, removal_signal
-from .storage import load, save
 from .surgery import cut, mask
 from .tod import conflict_curve
 from .types import Budget, ConflictCurve, Plan, Scores, Spaces, UnitSpace
@@ -33,6 +35,8 @@ __all__ = [  # noqa: RUF022 (in the order of the pipeline)
     "recover",
     "prune",
     "compose",
+    "measure",
+    "latency_table",
     "report",
     "save",
     "load",
@@ -46,10 +50,13 @@ __all__ = [  # noqa: RUF022 (in the order of the pipeline)
     "UnitSpace",
     "ConflictCurve",
     "Report",
+    "Measurement",
+    "LatencyTable",
     "Recipe",
     "Epoch",
     "Note",
     "FairprunerError",
+    "FairprunerWarning",
     "signals",
     "removal_signal",
     "protection_signal",

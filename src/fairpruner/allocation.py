@@ -11,15 +11,19 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
 from .costs import CostTable, predict
 from .errors import FairprunerError, unknown
+from .latency import LatencyTable, check_table
 from .tod import conflict_curve, removal_order
-from .types import KINDS, METRICS, Budget, Floats, Ints, Metric, Plan, Scores, UnitSpace, check_alpha
+from .types import KINDS, Budget, Floats, Ints, Kind, Metric, Plan, Scores, UnitSpace, check_alpha
 
 MinKeep = float | Mapping[str, float]  # a count or share of every space, or one for each kind
+MultipleOf = int | Literal["auto"]
+COUNTED: dict[Metric, tuple[Kind, ...]] = {"experts": ("expert",)}  # metrics that count units of some kinds: a budget of one leaves other spaces whole
 
 
 def allocate(
@@ -29,14 +33,16 @@ def allocate(
     keep: Budget | None = None,
     rule: str = "tod",
     exact: bool = False,
-    multiple_of: int = 1,
+    multiple_of: MultipleOf = 1,
     min_keep: MinKeep = 1,
+    latency: LatencyTable | None = None,
 ) -> Plan:
     """The plan for a tolerance (the paper's algorithm FAIR-Pruner) or for a budget (its target-budget selection of the ToD level).
 
     `min_keep` is a count, or a share in (0, 1), of every space, or a mapping from kinds to those; the channels or hidden
     units kept of a space that loses any are a multiple of `multiple_of`. `exact=True` then moves single spaces to hit the
-    budget itself.
+    budget itself. A budget of `experts` leaves all other units alone. `latency` is a table of `latency_table`: plans then tell
+    their milliseconds, a budget may be one of `latency` or `latency_ms`, and `multiple_of="auto"` takes the table's.
 
     >>> from fairpruner.types import CostModel, Spaces
     >>> spaces = Spaces((UnitSpace("conv", "channel", 4, slices=()),), {}, CostModel((), (), ()), fingerprint="")
@@ -47,17 +53,25 @@ def allocate(
     >>> allocate(scores, keep=Budget("units", 0.25)).alpha
     0.6666666666666666
     """
-    allocator = _Allocator(scores, rule, multiple_of, min_keep)
     if keep is not None and alpha is None:
-        return allocator.for_budget(keep, exact)
+        _check_budget(keep)
+        return _Allocator(scores, rule, multiple_of, min_keep, latency, COUNTED.get(keep.metric, KINDS)).for_budget(keep, exact)
     if alpha is not None and keep is None and not exact:
-        return allocator.for_tolerance(alpha)
+        return _Allocator(scores, rule, multiple_of, min_keep, latency).for_tolerance(alpha)
     found = f"found alpha={alpha}, keep={keep} and exact={exact}"
     raise FairprunerError(f"A plan needs either a tolerance or a budget, and exact=True a budget, {found}: for example alpha=0.1 or keep=Budget('flops', 0.5).")
 
 
 def sweep(
-    scores: Scores, metric: Metric, amounts: Iterable[float | int], *, rule: str = "tod", exact: bool = False, multiple_of: int = 1, min_keep: MinKeep = 1
+    scores: Scores,
+    metric: Metric,
+    amounts: Iterable[float | int],
+    *,
+    rule: str = "tod",
+    exact: bool = False,
+    multiple_of: MultipleOf = 1,
+    min_keep: MinKeep = 1,
+    latency: LatencyTable | None = None,
 ) -> list[Plan]:
     """One plan per kept amount of a metric, as `allocate` gives them, from tables that are built once.
 
@@ -68,7 +82,7 @@ def sweep(
     >>> [plan.depths for plan in sweep(scores, "units", [1.0, 0.75, 2])]
     [{'conv': 0}, {'conv': 1}, {'conv': 2}]
     """
-    allocator = _Allocator(scores, rule, multiple_of, min_keep)
+    allocator = _Allocator(scores, rule, multiple_of, min_keep, latency, COUNTED.get(metric, KINDS))
     return [allocator.for_budget(Budget(metric, amount), exact) for amount in amounts]
 
 
@@ -84,7 +98,9 @@ def shuffled(plan: Plan, seed: int) -> Plan:
     if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0:
         raise FairprunerError(f"The seed is {seed!r}, expected a whole number of at least 0.")
     rng = np.random.default_rng(seed)
-    removed = {space.name: tuple(rng.permutation(space.size)[: plan.depths[space.name]].tolist()) for space in plan.spaces}
+    removed = {
+        space.name: tuple(removal_order(np.argsort(rng.permutation(space.size)), space.groups)[: plan.depths[space.name]].tolist()) for space in plan.spaces
+    }
     return replace(plan, removed=removed, rule=f"{plan.rule}+random", predicted=predict(plan.spaces, removed))
 
 
@@ -156,28 +172,40 @@ class _Dial:
         return int(np.searchsorted(self.levels, threshold, side="right")) - 1
 
 
+MISSING: dict[Metric, str] = {
+    "experts": "the scores hold no space of routed experts. Give a budget of params, flops or units.",
+    "bytes": "the scores were saved by a version that did not count bytes. Score the model again, or give a budget of params.",
+    "latency_ms": "no latency was measured. Give latency=, a table that latency_table made of this model.",
+}
+
+
 class _Allocator:
     """What every plan of one rule shares: orders, curves, the dial and the costs."""
 
-    def __init__(self, scores: Scores, rule: str, multiple_of: int, min_keep: MinKeep) -> None:
+    def __init__(
+        self, scores: Scores, rule: str, multiple_of: MultipleOf, min_keep: MinKeep, latency: LatencyTable | None = None, kinds: Sequence[Kind] = KINDS
+    ) -> None:
         if rule not in RULES:
             raise unknown("rule", rule, RULES)
         if not len(scores.spaces):
             raise FairprunerError("The scores hold no space, so there is nothing to remove: see spaces.left_out for the reasons.")
+        if latency is not None:
+            check_table(latency, scores.spaces)
+        multiple_of = _multiple(multiple_of, latency)
         _check_constraints(multiple_of, min_keep)
         self._spaces, self._rule, self._levers = scores.spaces, rule, {"min_keep": min_keep, "multiple_of": multiple_of}
-        orders = [removal_order(scores.removal[space.name]) for space in scores.spaces]
+        orders = [removal_order(scores.removal[space.name], space.groups) for space in scores.spaces]
         self._units = [tuple(order.tolist()) for order in orders]
         self._ranked = [
             _Ranked(
                 removal=scores.removal[space.name][order],
-                tod=conflict_curve(scores.removal[space.name], scores.protection[space.name]).tod,
-                candidates=_candidates(space, multiple_of, min_keep),
+                tod=conflict_curve(scores.removal[space.name], scores.protection[space.name], space.groups).tod,
+                candidates=_candidates(space, multiple_of, min_keep) if space.kind in kinds else np.zeros(1, dtype=np.int64),
             )
             for space, order in zip(scores.spaces, orders, strict=True)
         ]
         self._dial = _Dial(RULES[rule](self._ranked))
-        self._costs = CostTable(scores.spaces, orders)
+        self._costs = CostTable(scores.spaces, orders, latency)
         self._original = self._totals(np.zeros(len(orders), dtype=np.int64))
 
     def for_tolerance(self, alpha: float) -> Plan:
@@ -189,40 +217,44 @@ class _Allocator:
 
     def for_budget(self, budget: Budget, exact: bool) -> Plan:
         """The step of the dial nearest to the budget; with `exact`, the nearest point on the way between two steps."""
-        if not isinstance(budget, Budget):
-            raise FairprunerError(f"keep is {budget!r}, expected a budget: for example keep=Budget('flops', 0.5).")
-        original = self._original[budget.metric]
-        # A share times a count carries float noise (0.29 * 50 < 14.5): round to the digits that a share can carry.
-        target = round(budget.target(original), max(0, 14 - len(str(original))))
-
-        def at_step(step: int) -> int:
-            return self._costs.totals(budget.metric, self._dial.depths(step))
-
-        below = _first_within(at_step, self._dial.last, target)
+        metric = budget.counted_in
+        if metric not in self._original:
+            raise FairprunerError(f"Budget {budget.metric} keep={budget.amount} cannot be met: {MISSING[metric]}")
+        original = self._original[metric]
+        target = budget.target(original)
+        if isinstance(original, int):  # a share times a count carries float noise (0.29 * 50 < 14.5): round to the digits that a share can carry
+            target = round(target, max(0, 14 - len(str(original))))
+        steps = self._kept(metric, self._dial.depths, self._dial.last)
+        below = steps.first_within(target)
         if below > self._dial.last:
-            raise self._out_of_reach(budget)
+            raise self._out_of_reach(budget, steps.least)
         if not exact or below == 0:
-            step = _nearest(at_step, self._dial.last, target)
+            step = steps.nearest(target)
             return self._plan(self._dial.depths(step), self._tolerance(step), exact)
         path = _Path(self._ranked, self._dial.depths(below - 1), self._dial.depths(below))
-        moves = _nearest(lambda m: self._costs.totals(budget.metric, path.depths(m)), path.last, target)
+        moves = self._kept(metric, path.depths, path.last).nearest(target)
         return self._plan(path.depths(moves), self._tolerance(below if moves == path.last else below - 1), exact)
+
+    def _kept(self, metric: Metric, depths: Callable[[int], Ints], last: int) -> _Falling:
+        """What plans in a row keep of a metric; latency may rise where widths become uneven, so that all have to be looked at."""
+        if metric == "latency_ms":
+            return _Listed(self._costs.milliseconds(np.stack([depths(position) for position in range(last + 1)], axis=1)).tolist())
+        return _Falling(lambda position: self._costs.totals(metric, depths(position)), last)
 
     def _tolerance(self, step: int) -> float | None:
         return max(0.0, float(self._dial.levels[step])) if self._rule == "tod" else None
 
-    def _totals(self, depths: Ints) -> dict[str, int]:
-        return {metric: self._costs.totals(metric, depths) for metric in METRICS}
+    def _totals(self, depths: Ints) -> dict[str, float]:
+        return {metric: self._costs.totals(metric, depths) for metric in self._costs.metrics}
 
     def _plan(self, depths: Ints, alpha: float | None, exact: bool) -> Plan:
         removed = {space.name: units[:depth] for space, units, depth in zip(self._spaces, self._units, depths.tolist(), strict=True)}
         return Plan(self._spaces, removed, alpha, self._rule, exact, predicted=self._totals(depths), original=self._original)
 
-    def _out_of_reach(self, budget: Budget) -> FairprunerError:
+    def _out_of_reach(self, budget: Budget, smallest: float) -> FairprunerError:
         depths = self._dial.depths(self._dial.last)
-        smallest, original = self._costs.totals(budget.metric, depths), self._original[budget.metric]
-        # Rounded up, so that the number shown is itself within reach.
-        nearest = str(smallest) if isinstance(budget.amount, (int, np.integer)) else f"{math.ceil(1000 * smallest / original) / 1000:g}"
+        amount = smallest / self._original[budget.counted_in] if budget.is_share else smallest
+        nearest = str(amount) if isinstance(amount, int) else f"{math.ceil(1000 * amount) / 1000:g}"  # rounded up, so that it is itself within reach
         if all(depth == space.candidates[-1] for depth, space in zip(depths, self._ranked, strict=True)):
             limit, advice = "every space at its minimum", [f"lower {name}" for name, value in self._levers.items() if value != 1]
         else:
@@ -255,17 +287,41 @@ class _Path:
         return depths
 
 
-def _first_within(kept: Callable[[int], int], last: int, amount: float) -> int:
-    """The first position in 0..last that keeps at most an amount, where `kept` never rises; last + 1 if none does."""
-    return bisect_left(range(last + 1), True, key=lambda position: kept(position) <= amount)
+class _Falling:
+    """Amounts kept at the positions 0..last, that never rise: found by bisection."""
+
+    def __init__(self, kept: Callable[[int], float], last: int) -> None:
+        self.kept, self.last = kept, last
+
+    @property
+    def least(self) -> float:
+        return self.kept(self.last)
+
+    def first_within(self, amount: float) -> int:
+        """The first position that keeps at most an amount; last + 1 if none does."""
+        return bisect_left(range(self.last + 1), True, key=lambda position: self.kept(position) <= amount)
+
+    def nearest(self, target: float) -> int:
+        """The position that keeps nearest to a target within reach: the first within it or the one before; of equals, the one that removes least."""
+        below = self.first_within(target)
+        if below == 0 or self.kept(below - 1) - target > target - self.kept(below):
+            return below
+        return self.first_within(self.kept(below - 1))
 
 
-def _nearest(kept: Callable[[int], int], last: int, target: float) -> int:
-    """The position in 0..last that keeps nearest to a target within reach; of equals, the one that removes least."""
-    below = _first_within(kept, last, target)
-    if below == 0 or kept(below - 1) - target > target - kept(below):
-        return below
-    return _first_within(kept, last, kept(below - 1))
+class _Listed(_Falling):
+    """Amounts that may rise and fall: looked at one after the other."""
+
+    def __init__(self, amounts: Sequence[float]) -> None:
+        super().__init__(amounts.__getitem__, len(amounts) - 1)
+        self._amounts = amounts
+
+    @property
+    def least(self) -> float:
+        return min(self._amounts)
+
+    def first_within(self, amount: float) -> int:
+        return next((position for position, kept in enumerate(self._amounts) if kept <= amount), self.last + 1)
 
 
 def _candidates(space: UnitSpace, multiple_of: int, min_keep: MinKeep) -> Ints:
@@ -275,7 +331,21 @@ def _candidates(space: UnitSpace, multiple_of: int, min_keep: MinKeep) -> Ints:
     # Quotients compare like the fractions they round, so a share of 0.3 keeps 3 of 10.
     enough = kept / space.size >= least if isinstance(least, float) else kept >= least
     even = kept % multiple_of == 0 if space.kind in ("channel", "hidden") else True  # heads and experts are wide enough already
-    return np.flatnonzero((enough & (kept >= space.min_keep) & even) | (kept == space.size))
+    balanced = kept % space.groups == 0
+    return np.flatnonzero((enough & (kept >= space.min_keep) & even & balanced) | (kept == space.size))
+
+
+def _multiple(multiple_of: MultipleOf, latency: LatencyTable | None) -> int:
+    if multiple_of != "auto":
+        return multiple_of
+    if latency is None:
+        raise FairprunerError("multiple_of='auto' takes the multiple from a latency table: give latency=, or a whole number.")
+    return latency.multiple
+
+
+def _check_budget(budget: object) -> None:
+    if not isinstance(budget, Budget):
+        raise FairprunerError(f"keep is {budget!r}, expected a budget: for example keep=Budget('flops', 0.5).")
 
 
 def _check_constraints(multiple_of: int, min_keep: MinKeep) -> None:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from .calling import call, describe, tensors_of
 from .errors import FairprunerError
-from .tokens import IGNORED, own_labels, targets_of
+from .tokens import IGNORED, own_labels, real_tokens, targets_of
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -52,6 +52,11 @@ class Batch:
         """How many tokens the default loss of a language model is the mean over."""
         targets = targets_of(self.inputs, self.labels)
         return 0 if targets is None else int((targets != IGNORED).sum())
+
+    @property
+    def has_classes(self) -> bool:
+        """Whether there may be classes to compare: texts whose labels are their tokens have none."""
+        return self.labels.ndim <= 1 or real_tokens(self.inputs) is None
 
     def class_labels(self) -> Tensor:
         """The labels, refused unless they are one class index for each sample, int64 [N]."""
@@ -172,6 +177,14 @@ def _cross_entropy(output: Any, batch: Batch) -> Tensor:
     return F.cross_entropy(_precise(logits), labels)
 
 
+def token_losses(output: Any, batch: Batch) -> Tensor | None:
+    """The cross-entropy of every position of a batch of texts, [N, T], 0 where nothing is predicted; None for other outputs."""
+    logits, targets = logits_of(output), targets_of(batch.inputs, batch.labels)
+    if logits is None or logits.ndim != 3 or targets is None or targets.shape != logits.shape[:2]:
+        return None
+    return F.cross_entropy(_precise(logits).movedim(2, 1), targets, ignore_index=IGNORED, reduction="none")
+
+
 def _token_cross_entropy(logits: Tensor, batch: Batch) -> Tensor:
     """The mean over all tokens that have to be predicted; logits [N, T, V]."""
     targets = targets_of(batch.inputs, batch.labels)
@@ -179,10 +192,10 @@ def _token_cross_entropy(logits: Tensor, batch: Batch) -> Tensor:
         raise FairprunerError(
             f"The model returned logits {list(logits.shape)} and batch {batch.position} has labels {describe(batch.labels)}, expected a label for each of its tokens. Pass loss= for other outputs."
         )
-    chosen = targets != IGNORED
-    if not chosen.any():
+    if bool((targets == IGNORED).all()):
         raise FairprunerError(f"Batch {batch.position} has no token to predict: give longer texts, or labels other than {IGNORED}.")
-    return F.cross_entropy(_precise(logits[chosen]), targets[chosen])
+    # Ignoring what is not predicted is quicker than picking the rest out of the logits, which would copy them.
+    return F.cross_entropy(_precise(logits).flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
 
 
 def _precise(logits: Tensor) -> Tensor:

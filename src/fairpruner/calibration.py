@@ -2,40 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .batches import Batch, Loss, forward, logits_of, mean_loss
+from .batches import Batch, Loss, forward, logits_of, mean_loss, token_losses
 from .calling import describe
 from .errors import FairprunerError
+from .experts import expert_blocks
 from .observing import Read, find_hooks, reads_of, watching
+from .routing import Call, gates_of, loss_position_terms, slopes_of, watching_experts
 from .signals.base import Meter, Need, Signal, Step
+from .signals.choosing import Choice
 from .signals.classes import ClassGroups
-from .tokens import mean_over_tokens, real_tokens
-from .types import Spaces, UnitSpace
+from .tokens import counted_tokens, mean_over_tokens, real_tokens
+from .types import Kind, Spaces, UnitSpace
 
-Meters = Sequence[tuple[str, Meter]]  # with the names of their signals
+
+class Part(NamedTuple):
+    """A signal at work on the spaces of some kinds."""
+
+    name: str  # of what was asked for, to which it belongs
+    signal: Signal
+    kinds: tuple[Kind, ...]
+    meter: Meter
+
+
+Parts = Sequence[Part]
 
 
 class Calibration:
     """The forward and backward that all signals share."""
 
-    def __init__(self, model: nn.Module, spaces: Spaces, loss: Loss | None, signals: Sequence[Signal], grouping: ClassGroups | None) -> None:
+    def __init__(self, model: nn.Module, spaces: Spaces, loss: Loss | None, choices: Sequence[Choice], grouping: ClassGroups | None) -> None:
         self._model, self._loss, self._grouping = model, loss, grouping
-        self.needs: frozenset[Need] = frozenset[Need]().union(*(signal.needs for signal in signals))
-        self._backward = bool(self.needs & {"gradients", "gates"})
-        self._comparing = [signal.name for signal in signals if signal.compares_classes]
+        kinds: dict[Need, set[Kind]] = {}  # of the spaces on which each need arises
+        for choice in choices:
+            for kind, signal in choice.by_kind.items():
+                for need in signal.needs:
+                    kinds.setdefault(need, set()).add(kind)
+
+        def needing(*needs: Need) -> list[UnitSpace]:
+            return [space for space in spaces if any(space.kind in kinds.get(need, ()) for need in needs)]
+
+        self.needs = frozenset(kinds)
+        self._backward = bool(self.needs & {"gradients", "gates", "routed_gradients"})
+        self._comparing = [signal.name for choice in choices for signal in choice.signals if signal.compares_classes]
         self._on_tokens = False  # the loss is a mean over tokens, not over samples
-        watched = self.needs & {"activations", "gates", "deletions"}
-        self._reads = reads_of(model, spaces, observed_only=watched == {"activations"}) if watched else ()
-        self._observed = {read for read in self._reads if read.part is read.space.observed} if "activations" in self.needs else set()
+        watched: tuple[Need, ...] = ("activations", "gates", "deletions")
+        self._reads = reads_of(model, needing(*watched), observed_only=not self.needs & {"gates", "deletions"})
+        observing = needing("activations")
+        self._observed = {read for read in self._reads if read.space in observing and read.part is read.space.observed}
         self._hooked: dict[Read, nn.Module] = {}
+        routed = {space.name for space in needing("routing", "routed_gradients", "routed_losses")}
+        holders = {read.part.tensor.rpartition(".")[0] for read in self._reads}  # of hidden units inside experts, too
+        blocks = expert_blocks(model)
+        self._blocks = tuple(block for block in blocks if block.name in routed or block.experts in holders)
+        for read in self._reads:
+            if any(read.part.tensor.startswith(f"{block.experts}.{number}.") for block in blocks for number in range(block.size)):
+                raise FairprunerError(
+                    f"Space {read.space.name!r} lies inside experts that are modules of a list, each called on tokens of its own, so that its activations cannot be seen: give its kind a signal that looks at weights, such as {read.space.kind}=l2+expert=soft_activation, or leave it out with skip={read.space.name!r}."
+                )
         parameters = dict(model.named_parameters(remove_duplicate=False))
-        owned = {part.tensor for space in spaces for part in space.slices}
+        owned = {part.tensor for space in needing("gradients", "gates") for part in space.slices}
         self.weights = {name: p for name, p in parameters.items() if name in owned and p.is_floating_point()}
 
     def look(self, first: Batch) -> int:
@@ -43,28 +76,32 @@ class Calibration:
         labels = self._labels(first)
         outputs = []
 
+        calls: list[Call] = []
+
         def run() -> None:
-            with torch.no_grad():
+            with torch.set_grad_enabled(bool(self._blocks)), watching_experts(self._model, self._blocks, calls.append):
                 outputs.append(forward(self._model, first.rows(0, 1)))
 
         self._hooked = find_hooks(self._model, self._reads, run)
         logits = logits_of(outputs[0])
         self._on_tokens = self._loss is None and logits is not None and logits.ndim == 3
+        self._check_routing(calls)
         named = int(labels.max()) + 1 if self._comparing else 1
         return max(named, logits.shape[1]) if logits is not None and logits.ndim == 2 else named
 
-    def step(self, batch: Batch, half: int, meters: Meters) -> None:
+    def step(self, batch: Batch, half: int, parts: Parts) -> None:
         """Show one batch to all meters."""
         step = Step(batch.predicted_tokens() if self._on_tokens else batch.size, half)
         labels = self._labels(batch)
         gates: list[tuple[Read, Tensor, int]] = []
+        calls: list[Call] = []
         shown: set[Read] = set()
 
         def visit(read: Read, source: Tensor, axis: int) -> Tensor:
             # A weight that is called several times is observed at its first call, at once: later the tensor may have been changed in place.
             if read in self._observed and read not in shown:
                 shown.add(read)
-                _show(read, source.detach(), axis, labels, batch, meters)
+                _show(read, source.detach(), axis, labels, batch, [part for part in parts if read.space.kind in part.kinds])
             if "gates" not in self.needs:
                 return source
             # A view of its own: its gradient comes through this consumer alone.
@@ -72,19 +109,66 @@ class Calibration:
             gates.append((read, gate, axis))
             return gate
 
-        if self._backward or self._observed:
-            with torch.set_grad_enabled(self._backward), watching(self._reads, visit, self._hooked):
+        if self._backward or self._observed or self._blocks:
+            routing = watching_experts(self._model, self._blocks, calls.append)
+            with torch.set_grad_enabled(self._backward or bool(self._blocks)), watching(self._reads, visit, self._hooked), routing:
                 output = forward(self._model, batch)
+            tallies = self._tallies(calls, output, batch)
         if self._backward:
-            gradients, of_gates = self._gradients(mean_loss(self._loss, output, batch), [gate for _, gate, _ in gates], batch)
-            terms = _gate_terms(gates, of_gates, batch.size, step)
-            for _, meter in meters:
-                meter.see_gradients(gradients, step)
-                meter.see_gates(terms, step)
+            followed = calls if "routed_gradients" in self.needs else []
+            watched = [*(gate for _, gate, _ in gates), *gates_of(followed)]
+            gradients, found = self._gradients(mean_loss(self._loss, output, batch), watched, batch)
+            terms = _gate_terms(gates, found[: len(gates)], batch.size, step)
+            for part in parts:
+                part.meter.see_gradients(gradients, step)
+                part.meter.see_gates(terms, step)
+            for call, slopes in zip(followed, slopes_of(followed, found[len(gates) :]), strict=True):
+                # The gradient is that of the mean loss: times the samples, it is the sum over them.
+                _add(tallies[call.block.name], "weighted_term", call.by_expert(slopes * call.weight) * step.samples)
+        if self._blocks:
+            for part in parts:
+                part.meter.see_routing(tallies, step)
         if "deletions" in self.needs:
             change = self._loss_changes(batch)
-            for _, meter in meters:
-                meter.see_deletions(change, step)
+            for part in parts:
+                part.meter.see_deletions(change, step)
+
+    def _check_routing(self, calls: Sequence[Call]) -> None:
+        """Refuse experts whose calls were not understood, or whose parameters cannot all be followed."""
+        exact = {call.block.name: bool(call.gates) for call in calls}
+        for block in self._blocks:
+            experts = self._model.get_submodule(block.experts)
+            if block.name not in exact:
+                raise FairprunerError(
+                    f"Block {block.name!r} calls its {type(experts).__name__} in a way that is not known, so its routing cannot be seen: leave it out with skip={block.name!r} in discover, or score experts with 'random'."
+                )
+            if not exact[block.name] and self.needs & {"routed_gradients", "routed_losses"}:
+                raise FairprunerError(
+                    f"The experts of block {block.name!r} hold parameters outside of linear and norm modules, so routed_taylor cannot follow them: give another protection signal for experts, such as 'random'."
+                )
+        if "routed_losses" in self.needs and not self._on_tokens:
+            raise FairprunerError(
+                "Signal 'routed_taylor_exact' needs the loss of every token, which only the default loss of a language model has: use protection='routed_taylor'."
+            )
+
+    def _tallies(self, calls: Sequence[Call], output: Any, batch: Batch) -> dict[str, dict[str, Tensor]]:
+        """What the tokens of a batch sum up to for each expert of each block."""
+        tallies: dict[str, dict[str, Tensor]] = {}
+        exact: Sequence[Tensor] = ()
+        if "routed_losses" in self.needs:
+            losses = token_losses(output, batch)
+            assert losses is not None  # the first batch has shown that the default loss is one of tokens
+            exact = loss_position_terms(calls, losses)
+        for position, call in enumerate(calls):
+            counted = counted_tokens(batch.inputs, batch.labels, call.block.name)
+            if counted is None or counted.numel() != call.tokens:
+                counted = torch.ones(call.tokens, dtype=torch.bool)
+            sums = tallies.setdefault(call.block.name, {})
+            for quantity, total in call.tally(counted.reshape(-1)).items():
+                _add(sums, quantity, total)
+            if exact:
+                _add(sums, "exact_term", exact[position])
+        return tallies
 
     def _labels(self, batch: Batch) -> Tensor:
         if self._grouping is not None:
@@ -122,27 +206,33 @@ class Calibration:
         return lambda space, unit: loss_without(space, unit) - whole
 
 
-def _show(read: Read, source: Tensor, axis: int, labels: Tensor, batch: Batch, meters: Meters) -> None:
+def _add(sums: dict[str, Tensor], quantity: str, total: Tensor) -> None:
+    sums[quantity] = sums[quantity] + total if quantity in sums else total
+
+
+def _show(read: Read, source: Tensor, axis: int, labels: Tensor, batch: Batch, parts: Parts) -> None:
     with torch.autocast(source.device.type, enabled=False):  # the model may run in low precision, the signals do not
-        for pooled, some in groupby(sorted(meters, key=_pools), key=_pools):
+        for pooled, some in groupby(sorted(parts, key=_pools), key=_pools):
             activation, own = _seen(read, source, axis, labels, batch, pooled=pooled)
             # The sum is quick and shows nearly every flaw; only if it looks bad are all values examined.
             if not torch.isfinite(activation.sum()) and not torch.isfinite(activation).all():
                 raise FairprunerError(
                     f"Space {read.space.name!r} has NaN or infinite activations in batch {batch.position}: look at that batch and at the weights before {read.part.tensor}."
                 )
-            for name, meter in some:
-                with _blaming(name, read.space):
-                    meter.see_activation(read.space, activation, own)
+            for part in some:
+                with _blaming(part.signal.name, read.space):
+                    part.meter.see_activation(read.space, activation, own)
 
 
-def _pools(named: tuple[str, Meter]) -> bool:
-    return named[1].pools_tokens
+def _pools(part: Part) -> bool:
+    return part.meter.pools_tokens
 
 
 def _seen(read: Read, source: Tensor, axis: int, labels: Tensor, batch: Batch, *, pooled: bool) -> tuple[Tensor, Tensor]:
     """What a signal is shown, [N, J, F], and the labels: of texts, each real token is a sample, or if `pooled` their mean; padding is never seen."""
     real = real_tokens(batch.inputs, read.part.tensor)
+    if real is not None and read.weight.ndim == 3:  # stacked experts read a token once for each that it was sent to
+        real = real.repeat_interleave(max(1, source.shape[0] // real.numel()), dim=1)
     if real is None or axis != -1 or source.shape[:-1].numel() != real.numel():
         return read.by_unit(source, axis, batch.size), labels
     source = source.reshape(*real.shape, -1)  # [N, T, C]; some models fold texts and tokens into one dim
@@ -175,13 +265,14 @@ def _gate_terms(gates: Sequence[tuple[Read, Tensor, int]], gradients: Sequence[T
 
 
 @contextmanager
-def thawed(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Frozen parameters get gradients inside, and are frozen again afterwards."""
-    frozen = [p for p in parameters if not p.requires_grad]
+def learning(model: nn.Module, weights: Collection[nn.Parameter]) -> Iterator[None]:
+    """Only these weights get gradients inside, so that nothing is kept for those of the others; afterwards all are as they were."""
+    wanted = {id(weight) for weight in weights}
+    changed = [parameter for parameter in model.parameters() if parameter.requires_grad != (id(parameter) in wanted)]
     try:
-        for parameter in frozen:
-            parameter.requires_grad_(True)
+        for parameter in changed:
+            parameter.requires_grad_(not parameter.requires_grad)
         yield
     finally:
-        for parameter in frozen:
-            parameter.requires_grad_(False)
+        for parameter in changed:
+            parameter.requires_grad_(not parameter.requires_grad)

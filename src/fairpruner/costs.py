@@ -1,4 +1,4 @@
-"""What a model or a plan costs: params, FLOPs and units, counted and predicted exactly.
+"""What a model or a plan costs: params, FLOPs, bytes, units and experts, counted and predicted exactly.
 
 FLOPs are multiply-accumulates (MACs), as the pruning literature counts them: half of what
 `torch.utils.flop_counter` prints.
@@ -15,7 +15,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from .calling import call, evaluating
-from .types import CostModel, Ints, Metric, Spaces, Term
+from .experts import plain_experts
+from .latency import LatencyTable
+from .types import METRICS, CostModel, Factor, Floats, Ints, Metric, Spaces, Term
 
 
 def count_params(model: nn.Module) -> int:
@@ -33,43 +35,70 @@ def count_flops(model: nn.Module, example: Any) -> int:
     >>> count_flops(nn.Linear(3, 2), torch.zeros(1, 3))
     6
     """
-    with evaluating(model), torch.no_grad(), FlopCounterMode(display=False) as counter:
+    with plain_experts(model), evaluating(model), torch.no_grad(), FlopCounterMode(display=False) as counter:
         call(model, example)
     return int(counter.get_total_flops()) // 2
 
 
-class CostTable:
-    """Costs of every plan that removes a prefix of a fixed order of units in each space.
+class Lengths:
+    """Kept lengths of axes, for every plan that removes a prefix of a fixed order of units in each space.
 
     `orders[s]` is the removal order of the s-th space, [J]; depths are given in the same order of spaces.
     """
 
-    def __init__(self, spaces: Spaces, orders: Sequence[Ints]) -> None:
-        self._sizes = np.array([space.size for space in spaces], dtype=np.int64)
-        model = spaces.costs
-        self._lengths = np.array([factor.size for factor in model.factors] + [1], dtype=np.int64)  # the last is the empty product
+    def __init__(self, factors: Sequence[Factor], spaces: Spaces, orders: Sequence[Ints]) -> None:
+        self._sizes = np.array([factor.size for factor in factors], dtype=np.int64)
         # Nearly every unit of a space owns the same number of indices of an axis: one matrix does for those.
-        self._slopes = np.zeros((len(self._lengths), len(spaces)), dtype=np.int64)
+        self._slopes = np.zeros((len(factors), len(spaces)), dtype=np.int64)
         self._ragged: list[tuple[int, int, Ints]] = []  # (factor, space, [J + 1] indices gone at each depth)
         position = {name: s for s, name in enumerate(spaces.names)}
-        for f, factor in enumerate(model.factors):
+        for f, factor in enumerate(factors):
             for name, owned in factor.owned.items():
+                if name not in position:  # left out: stays whole
+                    continue
                 s = position[name]
                 if (owned == owned[0]).all():
                     self._slopes[f, s] = owned[0]
                 else:
                     self._ragged.append((f, s, np.concatenate([[0], np.cumsum(owned[orders[s]])])))
-        self._terms = {"params": _arrays(model.params, len(model.factors)), "flops": _arrays(model.flops, len(model.factors))}
 
-    def totals(self, metric: Metric, depths: Ints) -> int:
-        """What is kept of a metric when `depths[s]` units go from the s-th space, [S] -> count."""
-        if metric == "units":
-            return int(self._sizes.sum() - depths.sum())
-        kept = self._lengths - self._slopes @ depths
+    def kept(self, depths: Ints) -> Ints:
+        """When `depths[s]` units go from the s-th space: of one plan [S] -> [F], or of several [S, N] -> [F, N]."""
+        kept: Ints = (self._sizes if depths.ndim == 1 else self._sizes[:, None]) - self._slopes @ depths
         for f, s, gone in self._ragged:
             kept[f] -= gone[depths[s]]
+        return kept
+
+
+class CostTable:
+    """Costs of every plan that removes a prefix of a fixed order of units in each space, [J] for each."""
+
+    def __init__(self, spaces: Spaces, orders: Sequence[Ints], latency: LatencyTable | None = None) -> None:
+        self._sizes = np.array([space.size for space in spaces], dtype=np.int64)
+        self._experts = np.array([space.kind == "expert" for space in spaces], dtype=bool)
+        self._latency = latency
+        self.metrics = metrics_of(spaces) + (() if latency is None else ("latency_ms",))
+        model = spaces.costs
+        self._lengths = Lengths([*model.factors, Factor(1, {})], spaces, orders)  # the last is the empty product
+        self._timed = None if latency is None else Lengths(latency.factors, spaces, orders)
+        terms = {"params": model.params, "flops": model.flops, "bytes": model.bytes}
+        self._terms = {metric: _arrays(t, len(model.factors)) for metric, t in terms.items()}
+
+    def totals(self, metric: Metric, depths: Ints) -> float:
+        """What is kept of a metric when `depths[s]` units go from the s-th space, [S] -> a count, or milliseconds."""
+        if metric == "latency_ms":
+            return float(self.milliseconds(depths[:, None])[0])
+        if metric in ("units", "experts"):
+            return int((self._sizes - depths)[self._experts | (metric == "units")].sum())
+        kept = self._lengths.kept(depths)
         coefficients, factors = self._terms[metric]
         return int((coefficients * kept[factors].prod(axis=1)).sum())
+
+    def milliseconds(self, depths: Ints) -> Floats:
+        """Predicted latency of several plans, [S, N] -> [N]."""
+        assert self._latency is not None
+        assert self._timed is not None
+        return self._latency.milliseconds(self._timed.kept(depths))
 
 
 def _arrays(terms: Sequence[Term], empty: int) -> tuple[Ints, Ints]:
@@ -81,16 +110,22 @@ def _arrays(terms: Sequence[Term], empty: int) -> tuple[Ints, Ints]:
     return np.array([t.coefficient for t in terms], dtype=np.int64), factors
 
 
-def predict(spaces: Spaces, removed: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """Units, params and FLOPs kept when these units are removed from each space."""
+def metrics_of(spaces: Spaces) -> tuple[Metric, ...]:
+    """What the plans of these spaces cost: experts only where there are some."""
+    experts = any(space.kind == "expert" for space in spaces)
+    return METRICS + (("bytes",) if spaces.costs.bytes else ()) + (("experts",) if experts else ())
+
+
+def predict(spaces: Spaces, removed: Mapping[str, Sequence[int]], latency: LatencyTable | None = None) -> dict[str, float]:
+    """What is kept of every metric when these units are removed from each space."""
     orders, depths = [], []
     for space in spaces:
         gone = np.asarray(removed.get(space.name, ()), dtype=np.int64)
         orders.append(np.concatenate([gone, np.setdiff1d(np.arange(space.size), gone)]))
         depths.append(gone.size)
-    table = CostTable(spaces, orders)
+    table = CostTable(spaces, orders, latency)
     depth = np.array(depths, dtype=np.int64)
-    return {"units": table.totals("units", depth), "params": table.totals("params", depth), "flops": table.totals("flops", depth)}
+    return {metric: table.totals(metric, depth) for metric in table.metrics}
 
 
-__all__ = ["CostModel", "CostTable", "count_flops", "count_params", "predict"]
+__all__ = ["CostModel", "CostTable", "Lengths", "count_flops", "count_params", "metrics_of", "predict"]

@@ -96,7 +96,7 @@ def diagnose(scores: Scores, plan: Plan) -> Diagnosis:
     return Diagnosis(
         rule=plan.rule,
         alpha=plan.alpha,
-        kept={metric: plan.share(metric) for metric in METRICS},
+        kept={metric: plan.share(metric) for metric in (*METRICS, "experts") if metric in plan.predicted},
         spaces=rows,
         exchange=all(row.exchange for row in rows),
         rising_costs=all(bool((np.diff(cost) >= 0).all()) for cost in costs.values()),
@@ -124,7 +124,7 @@ def _row(scores: Scores, plan: Plan, space: UnitSpace, costs: Floats, next_cost:
         exchange=depth == 0 or bool(costs[depth - 1] <= next_cost),
         removal_stability=None if removal is None else spearman(removal[0], removal[1]),
         protection_stability=None if protection is None else spearman(protection[0], protection[1]),
-        removed_overlap=None if removal is None or depth == 0 else _shared(removal[0], removal[1], depth),
+        removed_overlap=None if removal is None or depth == 0 else _shared(removal[0], removal[1], depth, space.groups),
     )
 
 
@@ -171,7 +171,7 @@ def _average_ranks(values: Floats) -> Floats:
 
 def _order(scores: Scores, plan: Plan, space: UnitSpace) -> Ints:
     """The units that the plan removes, then the kept ones in removal order, [J]."""
-    order, gone = removal_order(scores.removal[space.name]), np.array(plan.removed[space.name], dtype=np.int64)
+    order, gone = removal_order(scores.removal[space.name], space.groups), np.array(plan.removed[space.name], dtype=np.int64)
     return np.concatenate([gone, order[~np.isin(order, gone)]])
 
 
@@ -179,9 +179,9 @@ def _halves(scores: Scores, signal: str, space: str) -> Floats | None:
     return scores.halves.get(signal, {}).get(space)
 
 
-def _shared(first: Floats, second: Floats, depth: int) -> float:
+def _shared(first: Floats, second: Floats, depth: int, groups: int) -> float:
     """The share of the first units to go that two score vectors, [J], have in common."""
-    return float(np.isin(removal_order(first)[:depth], removal_order(second)[:depth]).sum()) / depth
+    return float(np.isin(removal_order(first, groups)[:depth], removal_order(second, groups)[:depth]).sum()) / depth
 
 
 def _shown(number: float | None) -> str:

@@ -1,4 +1,4 @@
-"""Spaces and plans as plain JSON values and back, and the digest that tells whether they were altered."""
+"""Spaces, plans and latency tables as plain JSON values and back, and the digest that tells whether they were altered."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 
 from .costs import predict
 from .errors import FairprunerError
+from .latency import LatencyTable, TimedOp
 from .types import CostModel, Count, Factor, Ints, Plan, Slice, Spaces, Term, UnitSpace
 
 Json = dict[str, Any]
@@ -58,6 +59,7 @@ def spaces_to_json(spaces: Spaces) -> Json:
                 "kind": space.kind,
                 "size": space.size,
                 "min_keep": space.min_keep,
+                "groups": space.groups,
                 "slices": [{"tensor": s.tensor, "dim": s.dim, "role": s.role, "owner": encode_runs(s.owner)} for s in space.slices],
                 "counts": [{"module": c.module, "attribute": c.attribute, "owner": encode_runs(c.owner)} for c in space.counts],
             }
@@ -67,6 +69,7 @@ def spaces_to_json(spaces: Spaces) -> Json:
             "factors": [{"size": f.size, "owned": {name: encode_runs(owned) for name, owned in f.owned.items()}} for f in spaces.costs.factors],
             "params": [[t.coefficient, list(t.factors)] for t in spaces.costs.params],
             "flops": [[t.coefficient, list(t.factors)] for t in spaces.costs.flops],
+            "bytes": [[t.coefficient, list(t.factors)] for t in spaces.costs.bytes],
         },
     }
 
@@ -79,6 +82,7 @@ def spaces_from_json(content: Mapping[str, Any]) -> Spaces:
             kind=item["kind"],
             size=index(item["size"]),
             min_keep=index(item["min_keep"]),
+            groups=index(item.get("groups", 1)),  # files from before there were experts have none, nor bytes
             slices=tuple(Slice(s["tensor"], index(s["dim"]), decode_runs(s["owner"]), s["role"]) for s in item["slices"]),
             counts=tuple(Count(c["module"], c["attribute"], decode_runs(c["owner"])) for c in item["counts"]),
         )
@@ -86,7 +90,8 @@ def spaces_from_json(content: Mapping[str, Any]) -> Spaces:
     )
     costs = content["costs"]
     factors = tuple(Factor(index(f["size"]), {name: decode_runs(runs) for name, runs in f["owned"].items()}) for f in costs["factors"])
-    return Spaces(items, dict(content["left_out"]), CostModel(factors, _terms(costs["params"]), _terms(costs["flops"])), content["fingerprint"])
+    model = CostModel(factors, _terms(costs["params"]), _terms(costs["flops"]), _terms(costs.get("bytes", ())))
+    return Spaces(items, dict(content["left_out"]), model, content["fingerprint"])
 
 
 def _terms(rows: Sequence[Any]) -> tuple[Term, ...]:
@@ -99,11 +104,16 @@ def plan_to_json(plan: Plan) -> Json:
         "rule": plan.rule,
         "alpha": None if plan.alpha is None else float(plan.alpha),
         "exact": bool(plan.exact),
-        "original": {metric: int(count) for metric, count in plan.original.items()},
-        "predicted": {metric: int(count) for metric, count in plan.predicted.items()},
+        "original": {metric: _plain(amount) for metric, amount in plan.original.items()},
+        "predicted": {metric: _plain(amount) for metric, amount in plan.predicted.items()},
         "removed": {name: [int(unit) for unit in units] for name, units in plan.removed.items()},
         "spaces": spaces_to_json(plan.spaces),
     }
+
+
+def _plain(amount: float) -> float:
+    """Milliseconds may have decimals, counts have none."""
+    return float(amount) if isinstance(amount, (float, np.floating)) else int(amount)
 
 
 def plan_from_json(content: Mapping[str, Any], *, edited: bool) -> Plan:
@@ -118,6 +128,30 @@ def plan_from_json(content: Mapping[str, Any], *, edited: bool) -> Plan:
         exact=content["exact"],
         predicted=predict(spaces, removed) if edited else content["predicted"],
         original=predict(spaces, {}) if edited else content["original"],
+    )
+
+
+def latency_to_json(table: LatencyTable) -> Json:
+    """What a person wants to read comes first."""
+    return {
+        "setting": dict(table.setting),
+        "multiple": table.multiple,
+        "trials": [list(trial) for trial in table.trials],
+        "fingerprint": table.fingerprint,
+        "ops": [[list(op.factors), op.fixed, op.work, op.uneven] for op in table.ops],
+        "factors": [{"size": f.size, "owned": {name: encode_runs(owned) for name, owned in f.owned.items()}} for f in table.factors],
+    }
+
+
+def latency_from_json(content: Mapping[str, Any]) -> LatencyTable:
+    """What `latency_to_json` was given."""
+    return LatencyTable(
+        factors=tuple(Factor(index(f["size"]), {name: decode_runs(runs) for name, runs in f["owned"].items()}) for f in content["factors"]),
+        ops=tuple(TimedOp(tuple(map(index, factors)), *map(float, times)) for factors, *times in content["ops"]),
+        multiple=index(content["multiple"]),
+        fingerprint=content["fingerprint"],
+        setting=content["setting"],
+        trials=tuple((float(measured), float(predicted)) for measured, predicted in content["trials"]),
     )
 
 

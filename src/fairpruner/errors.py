@@ -10,6 +10,10 @@ class FairprunerError(Exception):
     """A mistake the caller can mend: says what was found, what was expected and what to do next."""
 
 
+class FairprunerWarning(UserWarning):
+    """Something that works but may not be what the caller wants, with what to do about it."""
+
+
 def unknown(what: str, found: object, known: Iterable[str]) -> FairprunerError:
     """The error for a name that is not one of `known`, with the closest one.
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from .errors import FairprunerError
+from .pruned_modeling import pruned
 
 PREFIX = "hf"
 SIDE = 224  # of an image, where a configuration does not tell
@@ -36,19 +37,21 @@ def is_model(model: nn.Module) -> bool:
 def architecture(place: str) -> nn.Module:
     """The model that a configuration (a folder's, a hub name's or a file) describes, with random weights."""
     with _loading(place):
-        config = _transformers().AutoConfig.from_pretrained(place, **_options(place))
-        model: nn.Module = _class(config, place)(config)
-    return model.eval()
+        config = configuration(place)
+        return _plain(_class(config, place)(config)).eval()
 
 
-def pretrained(place: str) -> nn.Module:
-    """The model with the weights that lie beside its configuration."""
-    if (Path(place) / "plan.json").exists() and not (Path(place) / "original_config.json").exists():
-        raise FairprunerError(f"Folder {place} holds a pruned model that a configuration alone cannot describe: load it with fp.load({place!r}).")
+def pretrained(place: str, original: type[nn.Module] | None = None) -> nn.Module:
+    """The model with the weights that lie beside its configuration; `original` is its class, where transformers does not have it."""
     with _loading(place):
-        config = _transformers().AutoConfig.from_pretrained(place, **_options(place))
-        model: nn.Module = _class(config, place).from_pretrained(place, **_options(place))
-    return model
+        config = configuration(place)
+        return _plain(_class(config, place, original).from_pretrained(place, config=config, **_options(place)))
+
+
+def configuration(place: str) -> Any:
+    """The configuration of a folder or a hub name."""
+    with _loading(place):
+        return _transformers().AutoConfig.from_pretrained(place, **_options(place))
 
 
 def tokenizer_of(place: str) -> Any:
@@ -94,12 +97,34 @@ def is_causal(model: nn.Module) -> bool:
     return type(model).__name__ in names.values()
 
 
-def _class(config: Any, place: str) -> Any:
+def auto_classes(original: type[nn.Module]) -> list[str]:
+    """The Auto classes of transformers that would build a class, such as AutoModelForCausalLM."""
+    library = _transformers()
+    mappings = {name: getattr(getattr(library, name), "_model_mapping", None) for name in dir(library) if name.startswith("AutoModel")}
+    found = [name for name, mapping in mappings.items() if mapping is not None and original.__name__ in _flat(mapping._model_mapping.values())]
+    return sorted(found, key=lambda name: (name != "AutoModelForCausalLM", name))
+
+
+def _flat(values: Any) -> set[str]:
+    return {name for value in values for name in ((value,) if isinstance(value, str) else value)}
+
+
+def _class(config: Any, place: str, original: Any = None) -> Any:
+    """The class that a configuration names, ready for the sizes of a pruned model."""
     names = config.architectures or ["AutoModel"]
-    found = getattr(_transformers(), names[0], None)
+    found = original or getattr(_transformers(), names[0], None)
     if found is None:
         raise FairprunerError(f"{place} is a {names[0]}, which transformers does not have: give build= a function that builds it.")
-    return found if config.architectures else type(found.from_config(config))
+    found = found if config.architectures else type(found.from_config(config))
+    return pruned(found) if hasattr(config, "pruned") else found
+
+
+def _plain(model: Any) -> nn.Module:
+    """A model of the original class, as a cut makes it: what the sizes of a pruned one were read from has done its work."""
+    model.__class__ = getattr(type(model), "unpruned", type(model))
+    for name in ("pruned", "auto_map"):
+        model.config.__dict__.pop(name, None)
+    return model  # type: ignore[no-any-return]
 
 
 def _options(place: str) -> dict[str, Any]:

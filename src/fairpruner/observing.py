@@ -15,11 +15,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from .errors import FairprunerError
 from .tokens import mean_over_tokens
-from .types import Ints, Slice, Spaces, UnitSpace
+from .types import Ints, Slice, UnitSpace
+
+
+def consumed(rows: Tensor, weight: Tensor) -> Tensor:
+    """The rows, [rows, I], as they are: tells whoever watches that weights [E, out, I] read them."""
+    if has_torch_function((rows, weight)):
+        seen: Tensor = handle_torch_function(consumed, (rows, weight), rows, weight)
+        return seen
+    return rows
 
 
 class Reader(NamedTuple):
@@ -45,6 +53,7 @@ READERS: dict[Callable[..., Any], Reader] = {
     torch.Tensor.mm: _MM,
     torch.addmm: _ADDMM,
     torch.Tensor.addmm: _ADDMM,
+    consumed: Reader(*_FIRST_TWO, axis=-1, dim=2),
 }
 
 
@@ -122,8 +131,8 @@ class _Watch(TorchFunctionMode):
         weight, source = _argument(args, kwargs, reader.weight), _argument(args, kwargs, reader.source)
         if isinstance(weight, Tensor) and isinstance(source, Tensor):
             base = weight if weight._base is None else weight._base
-            turned = weight.ndim == 2 and weight.stride() != base.stride()  # a transposed view reads along the other dim
-            dim = 1 - reader.dim if turned else reader.dim
+            turned = weight.ndim == base.ndim and weight.ndim > 1 and weight.stride() != base.stride()  # a transposed view reads along the other dim
+            dim = 2 * weight.ndim - 3 - reader.dim if turned else reader.dim
             for read in self._reads.get(id(base), ()):
                 if read.part.dim == dim and read.fits(source.shape[reader.axis]):
                     source = self._visit(read, source, reader.axis)
@@ -150,7 +159,9 @@ def watching(reads: Iterable[Read], visit: Visit, hooked: Mapping[Read, nn.Modul
         for read, module in hooked.items():
             hook = module.register_forward_pre_hook(_hook(read, visit))
             stack.callback(hook.remove)
-        stack.enter_context(_Watch((read for read in reads if read not in hooked), visit))
+        by_call = [read for read in reads if read not in hooked]
+        if by_call:
+            stack.enter_context(_Watch(by_call, visit))
         yield
 
 
@@ -165,7 +176,7 @@ def _hook(read: Read, visit: Visit) -> Callable[[nn.Module, tuple[Any, ...]], An
     return enter
 
 
-def reads_of(model: nn.Module, spaces: Spaces, *, observed_only: bool) -> tuple[Read, ...]:
+def reads_of(model: nn.Module, spaces: Iterable[UnitSpace], *, observed_only: bool) -> tuple[Read, ...]:
     """What reads the units of each space: all of it, or only the slice that signals look at."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return tuple(Read(space, part, parameters[part.tensor]) for space in spaces for part in ((space.observed,) if observed_only else space.slices_of("read")))
@@ -173,8 +184,11 @@ def reads_of(model: nn.Module, spaces: Spaces, *, observed_only: bool) -> tuple[
 
 def find_hooks(model: nn.Module, reads: Sequence[Read], run: Callable[[], Any]) -> dict[Read, nn.Module]:
     """The reads that only a hook can see, found by calling `run`, which runs the model; an error where not even that can."""
-    hooked = {read: model.get_submodule(_module_of(read.part.tensor)) for read in _unseen(reads, {}, run)}
-    blind = _unseen(reads, hooked, run) if hooked else []
+    unseen = _unseen(reads, {}, run)
+    stacks = [read for read in unseen if read.weight.ndim == 3 and read.part.dim > 0 and not isinstance(_holder(model, read), nn.modules.conv._ConvNd)]
+    hooked = {read: _holder(model, read) for read in unseen}
+    # The door of a module that holds stacked matrices does not show what the last of them read.
+    blind = stacks or (_unseen(reads, hooked, run) if hooked else [])
     if blind:
         read = blind[0]
         raise FairprunerError(
@@ -195,8 +209,9 @@ def _unseen(reads: Sequence[Read], hooked: Mapping[Read, nn.Module], run: Callab
     return [read for read in reads if read not in seen]
 
 
-def _module_of(tensor: str) -> str:
-    return tensor.split(".parametrizations.")[0] if ".parametrizations." in tensor else tensor.rpartition(".")[0]
+def _holder(model: nn.Module, read: Read) -> nn.Module:
+    tensor = read.part.tensor
+    return model.get_submodule(tensor.split(".parametrizations.")[0] if ".parametrizations." in tensor else tensor.rpartition(".")[0])
 
 
 class LastInput(TorchFunctionMode):

@@ -92,6 +92,10 @@ def _of_round(number: int, options: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _share_of(keep: Budget, so_far: Plan, done: float) -> Budget:
     """The budget when this share of the rounds is done, as a count: on the geometric way from the original to `keep`."""
+    if keep.counted_in == "latency_ms":  # its table knows the whole model only
+        if done < 1:
+            raise FairprunerError(f"A budget of {keep.metric} is met in one round: give rounds=1, or a budget of flops.")
+        return keep
     original = so_far.original[keep.metric]
     amount = round(original ** (1 - done) * keep.target(original) ** done)
     # A round may have landed below the next target already.

@@ -1,24 +1,27 @@
 """What a saved model of Hugging Face has beside its tensors: its configuration, how it generates, its tokenizer.
 
-A configuration holds one number for all blocks. Where all of them lost equally many units, the new numbers are written, so
-that `transformers` can load the folder by itself; a model built from them proves it.
+A configuration holds one number for all blocks. Where all of them lost equally many units, the new numbers are written, and the
+folder is like any other; a model built from them proves it. Otherwise the configuration lists the sizes of what differs, and a
+file of code beside it lets `transformers` build that.
 """
 
 from __future__ import annotations
 
 import copy
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from torch import nn
 
-from .hugging_face import is_source, local_file, place_of
+from . import pruned_modeling
+from .hugging_face import auto_classes, is_source, local_file, place_of
 from .types import Plan
 
-CONFIG, ORIGINAL_CONFIG, GENERATION = "config.json", "original_config.json", "generation_config.json"
+CONFIG, GENERATION, CODE = "config.json", "generation_config.json", "modeling_pruned.py"
 PREPROCESSING_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -26,6 +29,7 @@ PREPROCESSING_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    "chat_template.json",
     "vocab.txt",
     "vocab.json",
     "merges.txt",
@@ -34,46 +38,113 @@ PREPROCESSING_FILES = (
     "preprocessor_config.json",
     "processor_config.json",
 )
-PRETRAINED_FILES = {CONFIG, ORIGINAL_CONFIG, GENERATION, *PREPROCESSING_FILES}
+PRETRAINED_FILES = {CONFIG, GENERATION, CODE, *PREPROCESSING_FILES}
 
-# What configurations call the number of hidden units of a block, and the number of its heads.
-HIDDEN = ("intermediate_size", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_dim", "d_ff", "hidden_dim", "n_inner")
+# What configurations call the number of hidden units of a block, of its heads, and of its routed experts.
+HIDDEN = (
+    "intermediate_size",
+    "encoder_ffn_dim",
+    "decoder_ffn_dim",
+    "ffn_dim",
+    "d_ff",
+    "hidden_dim",
+    "n_inner",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "shared_intermediate_size",
+)
 HEADS = ("num_attention_heads", "num_key_value_heads", "encoder_attention_heads", "decoder_attention_heads")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
-def write_pretrained_files(small: Any, plan: Plan, folder: Path, source: str | None) -> str | None:
-    """Write all that belongs beside the tensors; returns why `transformers` alone cannot load the folder, None where it can.
-
-    The configuration of the original architecture is in `original_config.json` where `config.json` tells the new sizes.
-    """
-    original = _config_of(small)
-    shrunk = _shrunk(original, plan)
-    obstacle = _obstacle(small, shrunk, plan)
-    (original if obstacle else shrunk).to_json_file(folder / CONFIG)
+def write_pretrained_files(small: Any, plan: Plan, folder: Path, source: str | None) -> str:
+    """Write all that belongs beside the tensors; returns the part of a README.md that tells who can load the folder."""
+    original = getattr(type(small), "unpruned", type(small))
+    config = _config_of(small, original)
+    shrunk = _shrunk(config, plan)
+    obstacle = _obstacle(small, original, shrunk, plan)
     if obstacle is None:
-        original.to_json_file(folder / ORIGINAL_CONFIG)
+        shrunk.to_json_file(folder / CONFIG)
+        served = ANYWHERE.format(name=original.__name__)
+    else:
+        served = _write_code(small, original, config, plan, folder, obstacle)
     if small.can_generate():
         small.generation_config.to_json_file(folder / GENERATION)
     if source is not None and is_source(source):
         _copy_preprocessing(place_of(source), folder)
-    return obstacle
+    return served
 
 
-def config_file(folder: Path) -> Path | None:
-    """The configuration of the original architecture in the folder of a pruned model, None if it is not of Hugging Face."""
-    return next((folder / name for name in (ORIGINAL_CONFIG, CONFIG) if (folder / name).is_file()), None)
+def _write_code(small: Any, original: Any, config: Any, plan: Plan, folder: Path, obstacle: str) -> str:
+    """A configuration that lists what differs from the original, and the code that builds it."""
+    config.pruned = _differences(small, _built(original, config), plan)
+    autos = auto_classes(original)
+    config.auto_map = {auto: f"{Path(CODE).stem}.{original.__name__}" for auto in autos}
+    config.to_json_file(folder / CONFIG)
+    code = Path(pruned_modeling.__file__).read_text(encoding="utf-8")
+    closing = f"\n\nimport transformers  # noqa: E402\n\n{original.__name__} = pruned(transformers.{original.__name__})\n"
+    (folder / CODE).write_text(code + closing, encoding="utf-8")
+    return WITH_CODE.format(auto=autos[0], obstacle=obstacle) if autos else NOWHERE.format(obstacle=obstacle)
 
 
-def _config_of(small: Any) -> Any:
+ANYWHERE = """
+Every block keeps the same numbers, so this is a folder like any other of its architecture. `transformers` loads it by itself:
+`{name}.from_pretrained("path/to/this/folder")`. So does what reads such folders: vLLM, SGLang, the converters of llama.cpp.
+"""
+
+WITH_CODE = """
+Blocks keep different numbers ({obstacle}). `transformers` loads that with the code in `modeling_pruned.py`,
+where fairpruner need not be installed: `{auto}.from_pretrained("path/to/this/folder", trust_remote_code=True)`.
+vLLM, SGLang and the converters of llama.cpp want equal blocks: a plan of `rule="uniform"` gives a folder that they can load.
+"""
+
+NOWHERE = """
+The library `transformers` by itself cannot load this folder: {obstacle}, and it has no Auto class for the model.
+"""
+
+
+def _built(original: Any, config: Any) -> Any:
+    """The class as the configuration describes it when it is read again, without memory for its tensors."""
+    with TemporaryDirectory() as folder:
+        config.to_json_file(Path(folder) / CONFIG)
+        again = type(config).from_json_file(Path(folder) / CONFIG)
+    with torch.device("meta"):
+        return original(again)
+
+
+def _differences(small: nn.Module, built: nn.Module, plan: Plan) -> dict[str, dict[str, Any]]:
+    """Tensors of another shape, and the whole-number attributes that differ in what holds them or is counted by the plan."""
+    shapes = {name: list(tensor.shape) for name, tensor in built.state_dict().items()}
+    tensors = {name: list(tensor.shape) for name, tensor in small.state_dict().items() if list(tensor.shape) != shapes.get(name)}
+    holders = {name.rsplit(".", depth)[0] for name in tensors for depth in range(1, name.count(".") + 1)}
+    counted = {count.module for space in plan.spaces for count in space.counts}
+    modules = {}
+    for path in sorted(holders | counted):
+        before = vars(built.get_submodule(path))
+        changed = {name: value for name, value in vars(small.get_submodule(path)).items() if _is_size(value) and value != before.get(name)}
+        if changed:
+            modules[path] = changed
+    return {"tensors": tensors, "modules": modules}
+
+
+def _is_size(value: Any) -> bool:
+    """Whether it is a whole number, or several."""
+    return type(value) is int or (type(value) is tuple and len(value) > 0 and all(type(item) is int for item in value))
+
+
+def _config_of(small: Any, original: Any) -> Any:
     config = copy.deepcopy(small.config)
-    config.architectures = [type(small).__name__]
-    setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", small.dtype)
+    for name in ("pruned", "auto_map"):  # of a model that was pruned before
+        config.__dict__.pop(name, None)
+    config.architectures = [original.__name__]
+    if small.device.type != "meta":
+        setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", small.dtype)
     return config
 
 
 def _shrunk(config: Any, plan: Plan) -> Any:
     """The configuration with the new numbers wherever an old number is that of a space; whether they fit is for `_obstacle` to say."""
-    kept: dict[str, dict[int, int]] = {"head": {}, "hidden": {}}
+    kept: dict[str, dict[int, int]] = {"head": {}, "hidden": {}, "expert": {}}
     for space in plan.spaces:
         kept.setdefault(space.kind, {})[space.size] = space.size - plan.depths[space.name]
     config = copy.deepcopy(config)
@@ -82,6 +153,9 @@ def _shrunk(config: Any, plan: Plan) -> Any:
             width = getattr(part, name) or 4 * part.hidden_size  # GPT-2's default
             if width in kept["hidden"]:
                 setattr(part, name, kept["hidden"][width])
+        for name in _own_names(part, EXPERTS):
+            if getattr(part, name) in kept["expert"]:
+                setattr(part, name, kept["expert"][getattr(part, name)])
         heads = {name: getattr(part, name) for name in _own_names(part, HEADS)}
         head_dim = getattr(part, "head_dim", None) or getattr(part, "hidden_size", 0) // getattr(part, "num_attention_heads", 1)
         for name, count in heads.items():
@@ -97,24 +171,19 @@ def _own_names(config: Any, names: tuple[str, ...]) -> Iterator[str]:
     return iter(dict.fromkeys(config.attribute_map.get(name, name) for name in names if hasattr(config, name)))
 
 
-def _obstacle(small: Any, config: Any, plan: Plan) -> str | None:
-    """Build the class from the configuration as it would be read again, and name the first thing that differs from the cut model."""
+def _obstacle(small: Any, original: Any, config: Any, plan: Plan) -> str | None:
+    """Build the class from the configuration, and name the first thing that differs from the cut model."""
     try:
-        again = type(config).from_dict(json.loads(config.to_json_string()))
-        with torch.device("meta"):
-            built = type(small)(again)
+        built = _built(original, config)
     except Exception as error:
         return f"no configuration gives its sizes ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
-    shapes = {name: list(tensor.shape) for name, tensor in built.state_dict().items()}
-    for name, tensor in small.state_dict().items():
-        if shapes.get(name) != list(tensor.shape):
-            return (
-                f"a configuration holds one number for all blocks, and with the nearest one {name} would be {shapes.get(name)} instead of {list(tensor.shape)}"
-            )
-    for count in (count for space in plan.spaces for count in space.counts):
-        expected, found = (getattr(model.get_submodule(count.module), count.attribute, None) for model in (small, built))
-        if expected != found:
-            return f"with the nearest configuration {count.module}.{count.attribute} would be {found} instead of {expected}"
+    found = _differences(small, built, plan)
+    for name, shape in found["tensors"].items():
+        nearest = built.state_dict().get(name)
+        return f"a configuration holds one number for all blocks, and with the nearest one {name} would be {None if nearest is None else list(nearest.shape)} instead of {shape}"
+    for path, attributes in found["modules"].items():
+        name, value = next(iter(attributes.items()))
+        return f"with the nearest configuration {path}.{name} would be {getattr(built.get_submodule(path), name, None)} instead of {value}"
     return None
 
 

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import itertools
+import statistics
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .batches import Batch, Loss, forward, in_halves, progress, read_batches
-from .calibration import Calibration, thawed
+from .calibration import Calibration, Part, learning
 from .calling import evaluating
-from .errors import FairprunerError
+from .diagnostics import spearman
+from .errors import FairprunerError, FairprunerWarning
 from .fingerprint import fingerprint
 from .observing import LastInput
 from .processes import Processes
-from .signals.base import Asked, Reading, Role, Signal, Task, resolve
+from .signals.base import Reading, Role, Task
+from .signals.choosing import Asked, ByKind, Choice, choose, defaults, resolve
 from .signals.classes import ClassGroups, group_classes
 from .tokens import real_tokens
 from .types import Floats, Scores, Spaces
+
+# Rank correlations of two halves of the data, below which the ranks of experts are noise; about 50,000 tokens for 60 experts (benchmarks/routing.py).
+STABLE: dict[Role, float] = {"removal": 0.9, "protection": 0.4}
 
 
 def score(
@@ -28,15 +36,16 @@ def score(
     *,
     spaces: Spaces | None = None,
     loss: Loss | None = None,
-    removal: Asked = "wasserstein",
-    protection: Asked = "taylor",
+    removal: Asked | None = None,
+    protection: Asked | None = None,
     groups: int | None = None,
     seed: int = 0,
 ) -> Scores:
     """Give every unit a removal number (the paper's U-Score) and a protection number (its R-Score); the model stays as it is.
 
     `data` yields batches: (input, label) or dicts. `loss(output, label)` is a mean over the batch, cross-entropy
-    on the logits by default. `removal` and `protection` name one signal or several, of which the first is active.
+    on the logits by default. `removal` and `protection` name one signal or several, of which the first is active; a
+    mapping such as {"head": "activation", "expert": "reap"} is one, and left out, each kind of space has its own.
     `groups` compares groups of similar classes in place of single classes. Started in several processes, each given the
     same data, they share the batches out and all return the same scores.
 
@@ -47,8 +56,7 @@ def score(
     >>> scores.samples, scores.active, scores.removal["0"].shape
     (32, ('wasserstein', 'taylor'), (8,))
     """
-    asked: dict[Role, tuple[Signal, ...]] = {"removal": resolve("removal", removal), "protection": resolve("protection", protection)}
-    signals = _distinct(asked)
+    asked: dict[Role, tuple[ByKind, ...] | None] = {"removal": resolve("removal", removal), "protection": resolve("protection", protection)}
     processes = Processes.current()
     # Loaders draw from the random state too, so reading the data is part of what is undone.
     with torch.inference_mode(False), torch.enable_grad(), evaluating(model):
@@ -59,35 +67,56 @@ def score(
         if first is None:
             raise FairprunerError("The data holds no samples: give a loader, or a list of batches, that yields at least one.")
         spaces = _spaces(model, spaces, first)
-        calibration = Calibration(model, spaces, loss, signals, grouping)
-        with thawed(calibration.weights.values()):
+        chosen = {role: choose(role, wanted or (defaults(role, first.has_classes),), spaces) for role, wanted in asked.items()}
+        calibration = Calibration(model, spaces, loss, _distinct(chosen), grouping)
+        with learning(model, calibration.weights.values()):
             expected = calibration.look(first)
             classes = expected if groups is None else groups
-            meters = {role: {s.name: s.start(Task(model, spaces, role, classes, seed)) for s in asked[role]} for role in asked}
+            parts = {role: [part for choice in chosen[role] for part in _start(choice, Task(model, spaces, role, classes, seed))] for role in chosen}
+            everything = [part for of_role in parts.values() for part in of_role]
             samples = 0
             shared = processes.share(itertools.chain([first], batches))
             with progress("scoring", data) as advance:
                 for half, batch in in_halves(shared) if calibration.needs else ():
-                    calibration.step(batch, half, [(name, meter) for by_name in meters.values() for name, meter in by_name.items()])
+                    calibration.step(batch, half, everything)
                     samples += batch.size
                     advance(batch.size)
         if processes.size > 1:
             samples = sum(processes.gathered(samples))
-            for meter in (meter for by_name in meters.values() for meter in by_name.values()):
-                meter.join(processes)
+            for part in everything:
+                part.meter.join(processes)
         with torch.autocast(device.type, enabled=False):
-            readings = {role: {name: meter.read() for name, meter in meters[role].items()} for role in meters}
+            readings = {role: _read(of_role) for role, of_role in parts.items()}
     loss_name = "cross_entropy" if loss is None else getattr(loss, "__name__", type(loss).__name__)
-    return _scores(spaces, readings, samples, {"seed": seed, "groups": groups, "loss": loss_name})
+    scores = _scores(spaces, readings, samples, {"seed": seed, "groups": groups, "loss": loss_name})
+    _warn_of_noise(scores)
+    return scores
 
 
-def _distinct(asked: Mapping[Role, Sequence[Signal]]) -> list[Signal]:
-    """All signals; one name may serve both roles only for signals that see no data, which have no halves to confuse."""
-    signals = [signal for of_role in asked.values() for signal in of_role]
-    seen = [signal.name for signal in signals if signal.needs]
+def _distinct(chosen: Mapping[Role, Sequence[Choice]]) -> list[Choice]:
+    """All choices; one name may serve both roles only for signals that see no data, which have no halves to confuse."""
+    choices = [choice for of_role in chosen.values() for choice in of_role]
+    seen = [choice.name for choice in choices if any(signal.needs for signal in choice.signals)]
     if len(set(seen)) != len(seen):
         raise FairprunerError(f"A removal and a protection signal share a name, found {sorted(seen)}: rename one.")
-    return signals
+    return choices
+
+
+def _start(choice: Choice, task: Task) -> Iterator[Part]:
+    """The signals of a choice, each at work on the spaces of its kinds."""
+    for signal in choice.signals:
+        kinds = choice.kinds_of(signal)
+        yield Part(choice.name, signal, kinds, signal.start(replace(task, spaces=task.spaces.only(kinds))))
+
+
+def _read(parts: Sequence[Part]) -> dict[str, Reading]:
+    """The outcome of every choice, its signals' readings put together."""
+    found: dict[str, Reading] = {}
+    for part in parts:
+        reading, before = part.meter.read(), found.get(part.name, Reading({}))
+        merged = ({**getattr(before, field.name), **getattr(reading, field.name)} for field in fields(Reading))
+        found[part.name] = Reading(*merged)
+    return found
 
 
 def _spaces(model: nn.Module, spaces: Spaces | None, first: Batch) -> Spaces:
@@ -121,6 +150,19 @@ def _group(model: nn.Module, data: Iterable[Any], device: torch.device, groups: 
                 yield last.features(batch.size, real_tokens(batch.inputs)), batch.class_labels()
 
     return group_classes(features(), groups, seed)
+
+
+def _warn_of_noise(scores: Scores) -> None:
+    """Tell the caller when two halves of the data rank the experts too differently: the ranks of rarely used ones settle slowly."""
+    for (role, expected), signal in zip(STABLE.items(), scores.active, strict=True):
+        halves = scores.halves.get(signal, {})
+        agreement = [spearman(*halves[space.name]) or 0.0 for space in scores.spaces if space.kind == "expert" and space.name in halves]
+        if agreement and (found := statistics.median(agreement)) < expected:
+            warnings.warn(
+                f"The {scores.samples:,} samples are too few to rank experts for {role} by {signal!r}: between two halves of them the ranks correlate by {found:.2f}, expected at least {expected}. Give more tokens, of all kinds of text that matter; 100,000 are a good start.",
+                FairprunerWarning,
+                stacklevel=3,
+            )
 
 
 def _scores(spaces: Spaces, readings: Mapping[Role, Mapping[str, Reading]], samples: int, settings: Mapping[str, Any]) -> Scores:

@@ -1,8 +1,9 @@
-"""Cut and mask: the same plan applied physically, and as zeros in a full-size model."""
+"""Cut and mask: the same plan applied physically, and as zeros and silenced routes in a full-size model."""
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch import nn
 from .attention import STAND_INS
 from .errors import FairprunerError
 from .fingerprint import fingerprint
-from .types import Ints, Plan, UnitSpace
+from .silencing import silence
+from .types import Ints, Plan, Slice, UnitSpace
 
 Change = Callable[[str, torch.Tensor], torch.Tensor]
 
@@ -55,19 +57,27 @@ def _check(model: nn.Module, plan: Plan) -> None:
         )
 
 
-def cut_units(model: nn.Module, spaces: Iterable[UnitSpace], removed: Mapping[str, Iterable[int]]) -> nn.Module:
-    """`cut` for any units of any spaces."""
+def kept_indices(spaces: Iterable[UnitSpace], removed: Mapping[str, Iterable[int]]) -> dict[str, dict[int, Ints]]:
+    """What is left of every tensor that loses something: tensor name -> dim -> the indices that stay, in order."""
     gone: dict[tuple[str, int], list[np.ndarray]] = {}
-    counts: dict[tuple[str, str], list[np.ndarray]] = {}
     for space in spaces:
         units = _units(space, removed)
         for part in space.slices if units.size else ():
             gone.setdefault((part.tensor, part.dim), []).append(np.isin(part.owner, units))
-        for count in space.counts if units.size else ():
-            counts.setdefault((count.module, count.attribute), []).append(np.isin(count.owner, units))
     keep: dict[str, dict[int, Ints]] = {}
     for (tensor, dim), masks in gone.items():
         keep.setdefault(tensor, {})[dim] = np.flatnonzero(~np.logical_or.reduce(masks))
+    return keep
+
+
+def cut_units(model: nn.Module, spaces: Iterable[UnitSpace], removed: Mapping[str, Iterable[int]]) -> nn.Module:
+    """`cut` for any units of any spaces."""
+    keep = kept_indices(spaces, removed)
+    counts: dict[tuple[str, str], list[np.ndarray]] = {}
+    for space in spaces:
+        units = _units(space, removed)
+        for count in space.counts if units.size else ():
+            counts.setdefault((count.module, count.attribute), []).append(np.isin(count.owner, units))
 
     def narrow(name: str, tensor: torch.Tensor) -> torch.Tensor:
         for dim, indices in keep.get(name, {}).items():
@@ -80,23 +90,34 @@ def cut_units(model: nn.Module, spaces: Iterable[UnitSpace], removed: Mapping[st
         setattr(module, attribute, int((~np.logical_or.reduce(masks)).sum()))
         module.__class__ = STAND_INS.get(type(module), type(module))
     _true_attributes(model, small)
+    for path, module in list(small.named_modules()):
+        if isinstance(module, nn.ModuleList) and path in keep:
+            for number in sorted(set(range(len(module))) - set(keep[path][0].tolist()), reverse=True):
+                del module[number]
     return small
 
 
 def mask_units(model: nn.Module, spaces: Iterable[UnitSpace], removed: Mapping[str, Iterable[int]]) -> nn.Module:
-    """`mask` for any units of any spaces: zero on the read side, since a bias or a norm would bring a zeroed filter back."""
-    zero: dict[str, list[tuple[int, Ints]]] = {}
+    """`mask` for any units of any spaces.
+
+    Zero on the read side, since a bias or a norm would bring a zeroed filter back; an expert's logit becomes -inf, since a
+    zeroed expert would still take tokens from the others.
+    """
+    quiet: dict[str, list[tuple[Slice, torch.Tensor]]] = {}  # tensor -> slices, and true where a unit goes
     for space in spaces:
         units = _units(space, removed)
-        for part in space.slices_of("read"):
-            zero.setdefault(part.tensor, []).append((part.dim, np.flatnonzero(np.isin(part.owner, units))))
+        for part in (*space.slices_of("read"), *space.slices_of("route")) if units.size else ():
+            quiet.setdefault(part.tensor, []).append((part, torch.from_numpy(np.isin(part.owner, units))))
 
-    def silence(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        for dim, indices in zero.get(name, ()):
-            tensor = tensor.index_fill(dim, torch.from_numpy(indices).to(tensor.device), 0)
+    def change(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        for part, gone in quiet.get(name, ()):
+            if part.role == "route" and tensor.numel() > part.owner.size:
+                tensor = silence(tensor, gone)
+            else:  # a bias of -inf closes the route also where it is added after the logits became probabilities
+                tensor = tensor.index_fill(part.dim, gone.nonzero().squeeze(1).to(tensor.device), 0 if part.role == "read" else -math.inf)
         return tensor
 
-    return copy_with(model, silence)
+    return copy_with(model, change)
 
 
 def _units(space: UnitSpace, removed: Mapping[str, Iterable[int]]) -> Ints:

@@ -83,19 +83,20 @@ def show_plan(plan: Plan, place: str) -> Shown:
         f"{place}: {describe_plan(plan)}",
         ("space", "kind", "units", "kept"),
         [item.values() for item in items],
-        notes=[f"{metric}: {plan.original[metric]:,} → {plan.predicted[metric]:,}" for metric in plan.predicted],
+        notes=[f"{metric}: {amount(plan.original[metric])} → {amount(plan.predicted[metric])}" for metric in plan.predicted],
     )
     return Shown(table, {"file": place, **plan_facts(plan), "spaces": items})
 
 
 def show_sweep(plans: Sequence[Plan], amounts: Sequence[float | int], metric: str) -> Shown:
     """One line per budget."""
+    metrics = [m for m in plans[0].predicted if m in (*METRICS, "latency_ms")] if plans else METRICS
     table = table_of(
         f"Budgets of {metric}",
-        ("asked", "tolerance", *(f"{m} kept" for m in METRICS)),
-        [(amount, _decimal(p.alpha, 4), *(f"{p.predicted[m]:,} ({p.share(m):.1%})" for m in METRICS)) for amount, p in zip(amounts, plans, strict=True)],
+        ("asked", "tolerance", *(f"{m} kept" for m in metrics)),
+        [(asked, _decimal(p.alpha, 4), *(f"{amount(p.predicted[m])} ({p.share(m):.1%})" for m in metrics)) for asked, p in zip(amounts, plans, strict=True)],
     )
-    return Shown(table, {"metric": metric, "plans": [{"asked": amount, **plan_facts(plan)} for amount, plan in zip(amounts, plans, strict=True)]})
+    return Shown(table, {"metric": metric, "plans": [{"asked": asked, **plan_facts(plan)} for asked, plan in zip(amounts, plans, strict=True)]})
 
 
 def show_demo(outcome: Outcome, place: str) -> Shown:
@@ -125,7 +126,7 @@ def show_demo(outcome: Outcome, place: str) -> Shown:
 
 def plan_facts(plan: Plan) -> dict[str, Any]:
     """A plan's numbers without its units."""
-    shares = {metric: plan.share(metric) for metric in METRICS}
+    shares = {metric: plan.share(metric) for metric in plan.predicted}
     return {"rule": plan.rule, "alpha": plan.alpha, "exact": plan.exact, "original": dict(plan.original), "predicted": dict(plan.predicted), "share": shares}
 
 
@@ -133,6 +134,11 @@ def describe_plan(plan: Plan) -> str:
     """The rule, the tolerance and the kept shares, in one line."""
     tolerance = "" if plan.alpha is None else f" at tolerance {plan.alpha:.3g}"
     return f"{plan.rule}{tolerance} keeps " + ", ".join(f"{plan.share(metric):.1%} of {metric}" for metric in METRICS)
+
+
+def amount(value: float) -> str:
+    """A count, or what may have decimals, such as milliseconds."""
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
 def _decimal(number: float | None, digits: int = 2) -> str:

@@ -1,13 +1,16 @@
-"""Calibration data from text: the rows of a .jsonl or .csv file, tokenised as the model wants them."""
+"""Texts: the rows of a .jsonl, .csv or .parquet file, compressed or not, and batches of them tokenised as the model wants."""
 
 from __future__ import annotations
 
 import csv
+import importlib
 import json
+import lzma
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from io import TextIOWrapper
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -44,7 +47,7 @@ def load_text(
     Whole numbers and booleans are class indices as they are; words are looked up in `classes`, or numbered in sorted order.
     """
     columns = columns or Columns()
-    rows = _read(Path(path))
+    rows = read_rows(Path(path))
     texts = [tuple(_text(row, name, number, path) for name in columns.text) for number, row in enumerate(rows)]
     labels = np.zeros(len(rows), dtype=np.int64) if columns.label is None else _labels([_cell(row, columns.label, path) for row in rows], classes or {}, path)
 
@@ -57,22 +60,47 @@ def load_text(
     return DataLoader(positions, sampling.batch_size, collate_fn=tokenise)  # type: ignore[arg-type]  # a list serves as a dataset
 
 
-def _read(path: Path) -> list[Row]:
-    if path.suffix not in READERS:
-        raise unknown("kind of text file", path.suffix, READERS)
+def is_rows(path: str | Path) -> bool:
+    """Whether a file's name is one of those that `read_rows` reads."""
+    return _suffix(Path(path)) in READERS
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a file, each with named columns."""
+    suffix = _suffix(path)
+    if suffix not in READERS:
+        raise unknown("kind of text file", suffix, READERS)
     try:
-        with path.open(encoding="utf-8", newline="") as file:
-            rows = READERS[path.suffix](file)
-    except (OSError, UnicodeDecodeError, ValueError, csv.Error) as error:
+        with (lzma.open if path.suffix == ".xz" else open)(path, "rb") as file:
+            rows = READERS[suffix](file)
+    except (OSError, EOFError, lzma.LZMAError, UnicodeDecodeError, ValueError, csv.Error) as error:
         raise FairprunerError(f"Data {path} cannot be read: {error}.") from error
     if not rows or not all(isinstance(row, dict) for row in rows):
         raise FairprunerError(f"Data {path} has {len(rows)} rows, expected at least one, each with named columns.")
     return rows
 
 
-READERS: dict[str, Callable[[Iterable[str]], list[Row]]] = {
-    ".jsonl": lambda lines: [json.loads(line) for line in lines if line.strip()],
-    ".csv": lambda lines: list(csv.DictReader(lines)),
+def _suffix(path: Path) -> str:
+    return path.with_suffix("").suffix if path.suffix == ".xz" else path.suffix
+
+
+def _read_parquet(file: IO[bytes]) -> list[Row]:
+    try:
+        parquet = importlib.import_module("pyarrow.parquet")
+    except ModuleNotFoundError as error:
+        raise FairprunerError(f"Parquet files need a package that is not installed ({error.name}): pip install pyarrow.") from error
+    rows: list[Row] = parquet.read_table(file).to_pylist()
+    return rows
+
+
+def _lines(file: IO[bytes]) -> TextIOWrapper:
+    return TextIOWrapper(file, encoding="utf-8", newline="")
+
+
+READERS: dict[str, Callable[[Any], list[Row]]] = {
+    ".jsonl": lambda file: [json.loads(line) for line in _lines(file) if line.strip()],
+    ".csv": lambda file: list(csv.DictReader(_lines(file))),
+    ".parquet": _read_parquet,
 }
 
 

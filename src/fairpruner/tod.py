@@ -9,8 +9,10 @@ from .errors import FairprunerError
 from .types import ConflictCurve, Floats, Ints
 
 
-def conflict_curve(removal: ArrayLike, protection: ArrayLike) -> ConflictCurve:
+def conflict_curve(removal: ArrayLike, protection: ArrayLike, groups: int = 1) -> ConflictCurve:
     """How many of the m first units to remove, [J], are among the m first to protect, [J], for every m: the paper's ToD.
+
+    Units go by turns from `groups` blocks of equal length, as `removal_order` has them.
 
     >>> curve = conflict_curve([1, 2, 3, 4], [10, 20, 30, 40])
     >>> curve.overlaps.tolist(), curve.depth(0.0)
@@ -20,17 +22,26 @@ def conflict_curve(removal: ArrayLike, protection: ArrayLike) -> ConflictCurve:
     if u.size != r.size:
         raise FairprunerError(f"Removal scores {u.size} units and protection {r.size}: give both for the same units of one space.")
     # A unit lies in both sets of size m from the moment that the later of its two ranks is reached.
-    later = np.maximum(_ranks(_ascending(u)), _ranks(_ascending(-r)))  # [J], 1..J
+    later = np.maximum(_ranks(removal_order(u, groups)), _ranks(_ascending(-r)))  # [J], 1..J
     return ConflictCurve(np.cumsum(np.bincount(later, minlength=u.size + 1)))
 
 
-def removal_order(removal: ArrayLike) -> Ints:
+def removal_order(removal: ArrayLike, groups: int = 1) -> Ints:
     """The units in the order in which they go, [J]: by (U, j), so ties go from the lowest index on.
 
-    >>> removal_order([0.5, 0.1, 0.5]).tolist()
-    [1, 0, 2]
+    With groups, consecutive and equally long, by the rank within the group before that: the first of every group, then the second.
+
+    >>> removal_order([0.5, 0.1, 0.5]).tolist(), removal_order([1, 2, 4, 3], groups=2).tolist()
+    ([1, 0, 2], [0, 3, 1, 2])
     """
-    return _ascending(_vector(removal, "Removal"))
+    order = _ascending(_vector(removal, "Removal"))
+    if groups == 1:
+        return order
+    group = order * groups // order.size  # of each unit along the order
+    by_group = np.argsort(group, kind="stable")
+    turn = np.empty_like(order)
+    turn[by_group] = np.tile(np.arange(order.size // groups), groups)
+    return order[np.argsort(turn, kind="stable")]
 
 
 def _ascending(values: Floats) -> Ints:

@@ -29,6 +29,12 @@ def real_tokens(inputs: Any, reader: str = "") -> Tensor | None:
     return mask.bool() if isinstance(mask, Tensor) and mask.shape == ids.shape else torch.ones_like(ids, dtype=torch.bool)
 
 
+def counted_tokens(inputs: Any, labels: Tensor, reader: str = "") -> Tensor | None:
+    """Which tokens statistics count, bool [N, T]: real ones, and if every token has a label, those to be predicted; None for no texts."""
+    real = real_tokens(inputs, reader)
+    return real if real is None or labels.shape != real.shape else real & (labels != IGNORED)
+
+
 def own_labels(inputs: Any) -> Tensor | None:
     """The tokens themselves as labels, [N, T], padding ignored; None if the inputs are no batch of texts."""
     real = real_tokens(inputs)

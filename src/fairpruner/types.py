@@ -15,11 +15,12 @@ from numpy.typing import NDArray
 from .errors import FairprunerError, unknown
 
 Kind = Literal["channel", "hidden", "head", "expert"]
-Role = Literal["write", "read", "carry"]
-Metric = Literal["units", "params", "flops"]
+Role = Literal["write", "read", "carry", "route"]
+Metric = Literal["units", "params", "flops", "bytes", "experts", "latency", "latency_ms"]
 
 KINDS: tuple[Kind, ...] = ("channel", "hidden", "head", "expert")
-METRICS: tuple[Metric, ...] = ("units", "params", "flops")
+METRICS: tuple[Metric, ...] = ("units", "params", "flops")  # of every plan
+BUDGETS: tuple[Metric, ...] = (*METRICS, "bytes", "experts", "latency", "latency_ms")
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -30,7 +31,9 @@ class Slice:
     """Which unit owns each index along one dimension of one tensor.
 
     `role` says what the tensor does with the unit: `write` computes it (a filter's row), `read`
-    consumes it (the next layer's column), `carry` goes along with it (a bias, a norm's weight).
+    consumes it (the next layer's column), `carry` goes along with it (a bias, a norm's weight),
+    `route` chooses it (a router's row). Experts that are modules are owned through their `nn.ModuleList`:
+    its path stands for the tensor, and dimension 0 counts the modules.
     """
 
     tensor: str
@@ -61,10 +64,13 @@ class UnitSpace:
     slices: tuple[Slice, ...]
     counts: tuple[Count, ...] = ()
     min_keep: int = 1
+    groups: int = 1  # consecutive, equally long blocks of units that lose equally many, as a router's groups do
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise unknown("kind", self.kind, KINDS)
+        if self.groups < 1 or self.size % self.groups:
+            raise FairprunerError(f"Space {self.name!r} has {self.size} units in {self.groups} groups: expected groups of equal length.")
         if self.size < 1 or not 1 <= self.min_keep <= self.size:
             raise FairprunerError(f"Space {self.name!r} has {self.size} units and keeps at least {self.min_keep}: expected 1 <= min_keep <= size.")
         for owner in [*(s.owner for s in self.slices), *(c.owner for c in self.counts)]:
@@ -101,11 +107,12 @@ class Term:
 
 @dataclass(frozen=True, eq=False)
 class CostModel:
-    """Params and FLOPs (MACs) of any plan, exactly: sums of products of kept axis lengths."""
+    """Params, FLOPs (MACs) and bytes of any plan, exactly: sums of products of kept axis lengths."""
 
     factors: tuple[Factor, ...]
     params: tuple[Term, ...]
     flops: tuple[Term, ...]
+    bytes: tuple[Term, ...] = ()  # of the parameters in their types; none in files from before they were counted
 
 
 @dataclass(frozen=True, eq=False)
@@ -282,7 +289,7 @@ def check_alpha(alpha: float) -> float:
 
 @dataclass(frozen=True)
 class Budget:
-    """How much of a metric is kept: a float is a share of the original, an int a count.
+    """How much of a metric is kept: a float is a share of the original, an int a count; latency is a share, latency_ms milliseconds.
 
     >>> Budget("flops", 0.5).target(125_000_000)
     62500000.0
@@ -292,11 +299,17 @@ class Budget:
     amount: float | int
 
     def __post_init__(self) -> None:
-        if self.metric not in METRICS:
-            raise unknown("metric", self.metric, METRICS)
+        if self.metric not in BUDGETS:
+            raise unknown("metric", self.metric, BUDGETS)
         amount = self.amount
         if isinstance(amount, (bool, np.bool_)) or not isinstance(amount, (int, float, np.integer, np.floating)):
             raise FairprunerError(f"Budget {self.metric} keep={amount!r} is a {type(amount).__name__}, expected a float share or an int count.")
+        if self.metric == "latency_ms":
+            if not 0 < amount < math.inf:
+                raise FairprunerError(f"Budget latency_ms keep={amount:g} is no time, expected milliseconds above 0.")
+            return
+        if self.metric == "latency" and not (isinstance(amount, (float, np.floating)) and 0 < amount <= 1):
+            raise FairprunerError(f"Budget latency keep={amount:g} is not a share in (0, 1]; for milliseconds, write latency_ms.")
         if isinstance(amount, (float, np.floating)) and not (0 < amount <= 1):
             raise FairprunerError(
                 f"Budget {self.metric} keep={amount:g} is not a share in (0, 1]; write an int (for example {max(1, math.ceil(amount)) if math.isfinite(amount) else 1}) to keep a count."
@@ -304,13 +317,22 @@ class Budget:
         if isinstance(amount, (int, np.integer)) and amount < 1:
             raise FairprunerError(f"Budget {self.metric} keep={amount} keeps nothing, expected a count of at least 1.")
 
-    def target(self, original: int) -> float:
-        """The amount to keep of `original`, as a count."""
-        if isinstance(self.amount, (int, np.integer)):
-            if self.amount > original:
-                raise FairprunerError(f"Budget {self.metric} keep={self.amount} is more than the model has ({original}).")
-            return float(self.amount)
-        return float(self.amount) * original
+    @property
+    def is_share(self) -> bool:
+        return self.metric != "latency_ms" and isinstance(self.amount, (float, np.floating))
+
+    @property
+    def counted_in(self) -> Metric:
+        """The metric that the target is an amount of."""
+        return "latency_ms" if self.metric == "latency" else self.metric
+
+    def target(self, original: float) -> float:
+        """The amount to keep of `original`, as a count or in milliseconds."""
+        if self.is_share:
+            return float(self.amount) * original
+        if self.amount > original:
+            raise FairprunerError(f"Budget {self.metric} keep={self.amount} is more than the model has ({original:.15g}).")
+        return float(self.amount)
 
 
 @dataclass(frozen=True, eq=False)
@@ -322,8 +344,8 @@ class Plan:
     alpha: float | None  # None: not made by the ToD rule
     rule: str
     exact: bool  # the last few units were chosen to hit a count, so ToD <= alpha may not hold
-    predicted: Mapping[str, int]  # metric -> kept count
-    original: Mapping[str, int]
+    predicted: Mapping[str, float]  # metric -> kept count, or milliseconds
+    original: Mapping[str, float]
 
     def __post_init__(self) -> None:
         if set(self.removed) != set(self.spaces.names):
@@ -334,6 +356,9 @@ class Plan:
                 raise FairprunerError(f"The plan's units of space {space.name!r} must be distinct and in [0, {space.size}), found {units}.")
             if space.size - len(units) < space.min_keep:
                 raise FairprunerError(f"The plan keeps {space.size - len(units)} units of space {space.name!r}, expected at least {space.min_keep}.")
+            lost = np.bincount(np.array(units, dtype=np.int64) * space.groups // space.size, minlength=space.groups)
+            if (lost != lost[0]).any():
+                raise FairprunerError(f"The plan removes {lost.tolist()} units from the groups of space {space.name!r}, expected equally many from each.")
 
     @property
     def depths(self) -> dict[str, int]:
@@ -341,7 +366,7 @@ class Plan:
 
     def share(self, metric: str) -> float:
         """The kept share of a metric."""
-        return self.predicted[metric] / max(self.original[metric], 1)
+        return self.predicted[metric] / (self.original[metric] or 1)
 
     @staticmethod
     def removing(spaces: Spaces, removed: Mapping[str, Sequence[int]]) -> Plan:

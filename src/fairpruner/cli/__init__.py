@@ -2,6 +2,8 @@
 
 from . import planning  # noqa: F401  # isort: skip
 from . import making  # noqa: F401  # isort: skip
+from . import evaluating  # noqa: F401  # isort: skip
+from . import measuring  # noqa: F401  # isort: skip
 from . import showing  # noqa: F401  # isort: skip
 from .common import app
 

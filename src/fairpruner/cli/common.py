@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -19,11 +19,12 @@ import fairpruner as fp
 from ..allocation import RULES
 from ..datasets import Preprocessing, Sampling, load_data
 from ..errors import FairprunerError
+from ..folders import is_folder_file
 from ..hugging_face import is_source, place_of, tokenizer_of
+from ..latency import LatencyTable
 from ..sources import PRETRAINED, is_zoo, load_model, transform_of
-from ..storage import FOLDER_FILES
 from ..tables import Shown
-from ..text import READERS, Columns, load_text
+from ..text import Columns, is_rows, load_text
 from ..types import KINDS, Budget
 
 
@@ -82,6 +83,19 @@ def parse_shape(text: str) -> tuple[int, ...]:
     return sides
 
 
+def parse_multiple(text: str) -> int | Literal["auto"]:
+    if text == "auto":
+        return "auto"
+    number = parse_number(text)
+    if not isinstance(number, int):
+        raise typer.BadParameter(f"{text!r} is not a whole number, nor auto")
+    return number
+
+
+def read_latency(path: Path | None) -> LatencyTable | None:
+    return None if path is None else LatencyTable.load(path)
+
+
 def parse_budget(text: str) -> Budget:
     metric, _, amount = text.partition("=")
     if not amount:
@@ -111,7 +125,10 @@ Skip = Annotated[list[str] | None, typer.Option(help="Space, module or pattern t
 Kinds = Annotated[str | None, typer.Option(help=f"Only these kinds: {', '.join(KINDS)}.")]
 Rule = Annotated[str, typer.Option(help=f"{', '.join(RULES)}.", autocompletion=lambda: list(RULES))]
 Exact = Annotated[bool, typer.Option("--exact", help="Move single units to hit the budget itself.")]
-MultipleOf = Annotated[int, typer.Option(help="What is kept of a space is a multiple of this.")]
+MultipleOf = Annotated[str, typer.Option(help="What is kept of a space is a multiple of this; auto takes it from --latency.")]
+Latency = Annotated[
+    Path | None, typer.Option(help="A table that `latency` wrote: plans tell their milliseconds, and budgets may be latency=0.6 or latency_ms=12.")
+]
 MinKeep = Annotated[str, typer.Option(help="At least this many units, or this share, of every space.")]
 Removal = Annotated[str | None, typer.Option(help="Which of the scored removal signals to use.")]
 Protection = Annotated[str | None, typer.Option(help="Which of the scored protection signals to use.")]
@@ -125,7 +142,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")
 
 def read_data(source: str, net: nn.Module, data: str, sampling: Sampling, preprocessing: Preprocessing, columns: Columns) -> Iterable[Any]:
     """The data, its images prepared as the options say, or where they say nothing as the model's zoo does; its texts by the model's tokenizer."""
-    if Path(data).suffix in READERS:
+    if is_rows(data):
         if not is_source(source):
             raise FairprunerError(f"Data {data} is text, and {source} has no tokenizer: name a model of Hugging Face, hf:FOLDER.")
         return _texts(source, net, data, sampling, columns)
@@ -163,7 +180,7 @@ def check_room(path: Path, force: bool) -> None:
     full = path.is_dir() and any(path.iterdir())
     if (path.is_file() or full) and not force:
         raise FairprunerError(f"{path} already exists: choose another name, or replace it with --force.")
-    if full and not {file.name for file in path.iterdir()} <= FOLDER_FILES:
+    if full and not all(is_folder_file(file.name) for file in path.iterdir()):
         raise FairprunerError(f"Folder {path} holds more than a pruned model, so --force will not replace it: choose another name.")
 
 

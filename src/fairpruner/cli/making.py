@@ -17,8 +17,11 @@ from ..datasets import Preprocessing, Sampling
 from ..demo import DATA, PRUNED, SCORES, WEIGHTS
 from ..demo import run as run_demo
 from ..errors import FairprunerError
+from ..folders import SHARD_SIZE
+from ..hugging_face import is_source, place_of
 from ..recovery.recipe import OPTIMIZERS, SCHEDULES
 from ..repair import METHODS
+from ..streaming import stream
 from ..tables import show_demo, show_history, show_plan
 from ..text import Columns
 from ..types import Plan
@@ -67,6 +70,8 @@ def cut(
     output: Folder = Path("pruned"),
     repair: Repair = None,
     data: Annotated[str | None, Data] = None,
+    stream_files: Annotated[bool, typer.Option("--stream", help="Cut an hf: folder file by file, for a model larger than memory.")] = False,
+    max_shard_size: Annotated[str, typer.Option(help="Of a model of Hugging Face: the largest file, such as 5GB.")] = SHARD_SIZE,
     samples: Samples = None,
     batch_size: BatchSize = 64,
     size: Size = None,
@@ -83,6 +88,13 @@ def cut(
     """Cut the plan's units out of a model, mend what is left if asked, and save the smaller model."""
     check_room(output, force)
     chosen = Plan.load(plan)
+    if stream_files:
+        if not is_source(model) or repair or weights:
+            raise FairprunerError("--stream cuts the files of an hf: folder as they are: leave out --weights and --repair, or leave out --stream.")
+        _clear(output)
+        stream(place_of(model), chosen, output, max_shard_size=max_shard_size)
+        show(show_plan(chosen, str(output)), as_json)
+        return
     net = trained(model, weights, device)
     small = fp.cut(net, chosen)
     if repair:
@@ -91,7 +103,7 @@ def cut(
         preprocessing = Preprocessing(size, parse_floats(mean), parse_floats(std))
         batches = read_data(model, net, data, Sampling(samples, batch_size, seed), preprocessing, Columns(parse_names(text_column), label_column, length))
         small = fp.repair(small, net, chosen, batches, method=parse_names(repair))
-    _save(small, chosen, output, model)
+    _save(small, chosen, output, model, max_shard_size)
     show(show_plan(chosen, str(output)), as_json)
 
 
@@ -224,8 +236,12 @@ def _shuffled(batches: Iterable[Any]) -> Iterable[Any]:
     return DataLoader(batches.dataset, batches.batch_size, shuffle=True, collate_fn=batches.collate_fn)
 
 
-def _save(small: torch.nn.Module, plan: Plan, folder: Path, source: str) -> None:
+def _save(small: torch.nn.Module, plan: Plan, folder: Path, source: str, max_shard_size: str = SHARD_SIZE) -> None:
     """Write a model's folder, in place of one that `check_room` found replaceable."""
+    _clear(folder)
+    fp.save(small, plan, folder, build=source, max_shard_size=max_shard_size)
+
+
+def _clear(folder: Path) -> None:
     if folder.is_dir():
         shutil.rmtree(folder)
-    fp.save(small, plan, folder, build=source)

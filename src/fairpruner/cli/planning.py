@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -15,8 +15,8 @@ from ..errors import FairprunerError
 from ..hugging_face import is_causal
 from ..sources import example_for, load_model
 from ..tables import Shown, show_plan, show_scores, show_spaces, show_sweep
-from ..text import READERS, Columns
-from ..types import METRICS, Metric, Plan, Scores
+from ..text import Columns, is_rows
+from ..types import BUDGETS, Metric, Plan, Scores
 from .common import (
     AsJson,
     BatchSize,
@@ -26,6 +26,7 @@ from .common import (
     Force,
     Kinds,
     LabelColumn,
+    Latency,
     Length,
     Mean,
     MinKeep,
@@ -47,11 +48,13 @@ from .common import (
     is_first,
     parse_budget,
     parse_floats,
+    parse_multiple,
     parse_names,
     parse_number,
     parse_numbers,
     parse_shape,
     read_data,
+    read_latency,
     show,
     trained,
 )
@@ -109,7 +112,7 @@ def score(
     check_room(output, force)
     net = trained(model, weights, device)
     columns = Columns(parse_names(text_column), label_column, length)
-    if Path(data).suffix in READERS and label_column is None and not is_causal(net):
+    if is_rows(data) and label_column is None and not is_causal(net):
         raise FairprunerError(f"{type(net).__name__} does not predict the next token, so its texts need classes: give --label-column.")
     batches = read_data(model, net, data, Sampling(samples, batch_size, seed), Preprocessing(size, parse_floats(mean), parse_floats(std)), columns)
     spaces = fp.discover(net, example_of(batches, torch.device(device)), skip=skip or ())
@@ -122,12 +125,13 @@ def score(
 @app.command(epilog="Example: fairpruner sweep scores.safetensors --metric flops --amounts 0.3,0.5,0.7")
 def sweep(
     scores: ScoresFile,
-    metric: Annotated[str, typer.Option(help=f"{', '.join(METRICS)}.", autocompletion=lambda: list(METRICS))] = "flops",
+    metric: Annotated[str, typer.Option(help=f"{', '.join(BUDGETS)}.", autocompletion=lambda: list(BUDGETS))] = "flops",
     amounts: Annotated[str, typer.Option(help="What to keep: shares such as 0.5, or counts such as 1000000.")] = "0.9,0.8,0.7,0.6,0.5,0.4,0.3",
     rule: Rule = "tod",
     exact: Exact = False,
-    multiple_of: MultipleOf = 1,
+    multiple_of: MultipleOf = "1",
     min_keep: MinKeep = "1",
+    latency: Latency = None,
     removal: Removal = None,
     protection: Protection = None,
     as_json: AsJson = False,
@@ -136,19 +140,21 @@ def sweep(
     loaded = Scores.load(scores).using(removal, protection)
     kept = parse_numbers(amounts)
     known: Metric = metric  # type: ignore[assignment]  # Budget checks it
-    show(show_sweep(fp.sweep(loaded, known, kept, rule=rule, exact=exact, multiple_of=multiple_of, min_keep=parse_number(min_keep)), kept, metric), as_json)
+    constraints: dict[str, Any] = {"multiple_of": parse_multiple(multiple_of), "min_keep": parse_number(min_keep), "latency": read_latency(latency)}
+    show(show_sweep(fp.sweep(loaded, known, kept, rule=rule, exact=exact, **constraints), kept, metric), as_json)
 
 
 @app.command(epilog="Example: fairpruner plan scores.safetensors --keep flops=0.5 -o plan.json")
 def plan(
     scores: ScoresFile,
-    keep: Annotated[str | None, typer.Option(help="The budget, such as flops=0.5, params=1000000 or units=0.8.")] = None,
+    keep: Annotated[str | None, typer.Option(help="The budget, such as flops=0.5, params=1000000, units=0.8 or, with --latency, latency=0.6.")] = None,
     alpha: Annotated[float | None, typer.Option(help="The tolerance in [0, 1), instead of a budget.")] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where the plan goes.")] = Path("plan.json"),
     rule: Rule = "tod",
     exact: Exact = False,
-    multiple_of: MultipleOf = 1,
+    multiple_of: MultipleOf = "1",
     min_keep: MinKeep = "1",
+    latency: Latency = None,
     removal: Removal = None,
     protection: Protection = None,
     kinds: Kinds = None,
@@ -162,7 +168,8 @@ def plan(
     budget = parse_budget(keep) if keep else None
     if kinds or skip:
         loaded = loaded.only(parse_names(kinds) if kinds else None, skip or ())
-    chosen = fp.allocate(loaded, alpha, keep=budget, rule=rule, exact=exact, multiple_of=multiple_of, min_keep=parse_number(min_keep))
+    constraints: dict[str, Any] = {"multiple_of": parse_multiple(multiple_of), "min_keep": parse_number(min_keep), "latency": read_latency(latency)}
+    chosen = fp.allocate(loaded, alpha, keep=budget, rule=rule, exact=exact, **constraints)
     diagnosis = fp.diagnose(loaded, chosen)
     chosen.save(output)
     show(Shown(diagnosis, {"file": str(output), **diagnosis.to_json(), "original": dict(chosen.original), "predicted": dict(chosen.predicted)}), as_json)

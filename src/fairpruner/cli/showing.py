@@ -12,7 +12,7 @@ import fairpruner as fp
 from ..plots import FIGURES, draw
 from ..tables import Shown
 from ..types import Scores
-from .common import AsJson, Force, Protection, Removal, app, check_room, show
+from .common import AsJson, Force, Latency, Protection, Removal, app, check_room, show
 
 
 @app.command(epilog="Example: fairpruner report scores.safetensors --plan plan.json -o report.html")
@@ -21,6 +21,7 @@ def report(
     plan: Annotated[Path | None, typer.Option(help="The plan to begin with: a plan's file, or the folder of a pruned model.")] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where the page goes.")] = Path("report.html"),
     measured: Annotated[Path | None, typer.Option(help='A JSON file of measured numbers: {"cut": {"accuracy": 0.91, "flops": 62e6}}.')] = None,
+    latency: Latency = None,
     title: Annotated[str | None, typer.Option(help="The page's title; the name of the source by default.")] = None,
     removal: Removal = None,
     protection: Protection = None,
@@ -29,7 +30,9 @@ def report(
 ) -> None:
     """Write a page on which every plan of the scores can be looked at and chosen."""
     check_room(output, force)
-    told = fp.report(source if source.is_dir() else Scores.load(source).using(removal, protection), plan, measured=measured, title=title or source.name)
+    told = fp.report(
+        source if source.is_dir() else Scores.load(source).using(removal, protection), plan, measured=measured, latency=latency, title=title or source.name
+    )
     told.save_html(output)
     show(Shown(told, {"file": str(output), **told.to_json()}), as_json)
 

@@ -8,10 +8,12 @@ from typing import Any
 from torch import nn
 
 from ..errors import FairprunerError
+from ..experts import expert_blocks, plain_experts, unsupported_experts
 from ..fingerprint import fingerprint
 from ..types import CostModel, Spaces, UnitSpace
-from .assemble import assemble, cost_model
+from .assemble import as_data_flows, assemble, cost_model
 from .couple import couple
+from .routed import expert_space
 from .trace import trace
 from .verify import verify
 
@@ -28,9 +30,18 @@ def discover(model: nn.Module, example: Any, *, kinds: Sequence[str] | None = No
     >>> [(space.name, space.kind, space.size) for space in spaces], spaces.left_out
     ([('0', 'hidden', 8)], {'2': "reaches the model's output"})
     """
-    seen = trace(model, example)
+    with plain_experts(model):
+        return _discover(model, example, kinds, skip)
+
+
+def _discover(model: nn.Module, example: Any, kinds: Sequence[str] | None, skip: Sequence[str]) -> Spaces:
+    experts = [expert_space(model, block) for block in expert_blocks(model)]
+    seen = trace(model, example, experts)
     found, fixed = assemble(seen, model)
-    chosen = Spaces(tuple(found), fixed, CostModel((), (), ()), fingerprint(model)).only(kinds, skip)
+    whole = {space.name: f"routing needs all of its {space.size} experts" for space in experts if space.min_keep == space.size}
+    removable = [space for space in experts if space.name not in whole]
+    left_out = {**fixed, **whole, **unsupported_experts(model)}
+    chosen = Spaces(tuple(as_data_flows((*found, *removable), seen)), left_out, CostModel((), (), ()), fingerprint(model)).only(kinds, skip)
     left_out = dict(chosen.left_out)
     sound, failed = _proven(model, example, chosen.items)
     left_out |= failed
@@ -46,7 +57,7 @@ def discover(model: nn.Module, example: Any, *, kinds: Sequence[str] | None = No
 def _proven(model: nn.Module, example: Any, spaces: Sequence[UnitSpace]) -> tuple[list[UnitSpace], dict[str, str]]:
     """The spaces whose cut was seen to be right, some of them coupled to be so, and name -> reason for the others."""
     failed = verify(model, example, spaces)
-    coupled = couple([space for space in spaces if space.name in failed])
+    coupled = couple([space for space in spaces if space.name in failed and space.kind != "expert"])
     wrong = verify(model, example, [space for space, _ in coupled])
     right = {space.name: space for space, _ in coupled if space.name not in wrong}
     absorbed = {name for space, names in coupled if space.name in right for name in names}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -19,7 +19,7 @@ def assemble(trace: Trace, model: nn.Module) -> tuple[list[UnitSpace], dict[str,
     classes = trace.classes
     dims = np.repeat(np.arange(len(classes.slots)), [s.size for s in classes.slots])  # slot of each id
     roots = classes.roots[1:]  # without NONE
-    written = classes.use[roots] & Use.WRITE != 0
+    written = classes.use[roots] & (Use.WRITE | Use.ROUTED) == Use.WRITE
     signature = _signatures(classes, dims, roots)
     spaces: list[UnitSpace] = []
     left_out: dict[str, str] = {}
@@ -38,6 +38,12 @@ def assemble(trace: Trace, model: nn.Module) -> tuple[list[UnitSpace], dict[str,
         else:
             spaces.append(_space(name, classes, dims, members, producer, trace.counted, model))
     return spaces, left_out
+
+
+def as_data_flows(spaces: Iterable[UnitSpace], trace: Trace) -> list[UnitSpace]:
+    """Spaces in the order in which the forward pass first met what writes them."""
+    met = {(slot.tensor, slot.dim): position for position, slot in enumerate(trace.classes.slots)}
+    return sorted(spaces, key=lambda space: min(met.get((s.tensor, s.dim), len(met)) for s in space.slices_of("write") or space.slices))
 
 
 def _signatures(classes: Classes, dims: Ints, roots: Ints) -> Ints:
@@ -106,7 +112,8 @@ def _space(name: str, classes: Classes, dims: Ints, members: Ints, producer: int
 def _kind(classes: Classes, ids: Ints, model: nn.Module, producer: str) -> Kind:
     if classes.use[classes.roots[ids[0]]] & Use.HEAD:
         return "head"
-    return "channel" if model.get_parameter(producer).ndim > 2 else "hidden"
+    fused = any(slot.tensor == producer and classes.own_use[slot.start] & Use.ROUTED for slot in classes.slots)  # matrices of all experts
+    return "channel" if model.get_parameter(producer).ndim > 2 and not fused else "hidden"
 
 
 class Accountant:
@@ -121,6 +128,8 @@ class Accountant:
         starts = {(slot.tensor, slot.dim): slot.start for slot in classes.slots}
         for number, space in enumerate(spaces):
             for part in space.slices:
+                if (part.tensor, part.dim) not in starts:
+                    continue  # a buffer, which costs nothing
                 ids = starts[part.tensor, part.dim] + np.flatnonzero(part.owner >= 0)
                 self._space[classes.roots[ids]] = number
                 self._unit[classes.roots[ids]] = part.owner[part.owner >= 0]
@@ -154,11 +163,18 @@ def cost_model(trace: Trace, spaces: Sequence[UnitSpace], model: nn.Module) -> C
     """Params and FLOPs of every plan over these spaces."""
     accountant = Accountant(trace.classes, spaces)
     axes: dict[str, list[Ints]] = {}
+    modules = dict(model.named_modules())
     for slot in trace.classes.slots:
-        axes.setdefault(slot.tensor, []).append(np.arange(slot.start, slot.start + slot.size))
-    params = tuple(accountant.term(p.numel(), axes.get(name, ())) for name, p in model.named_parameters())
-    flops = tuple(accountant.term(work.macs, work.axes) for work in trace.work)
-    return CostModel(tuple(accountant.factors), _merged(params), _merged(flops))
+        span = np.arange(slot.start, slot.start + slot.size)
+        axes.setdefault(slot.tensor, []).append(span)
+        for number, expert in modules[slot.tensor].named_children() if slot.tensor in modules else ():  # all that a listed expert holds goes with it
+            for name, _ in expert.named_parameters():
+                axes.setdefault(f"{slot.tensor}.{number}.{name}", []).append(span[[int(number)]])
+    sizes = [(p, axes.get(name, ())) for name, p in model.named_parameters()]
+    params = [accountant.term(p.numel(), spans) for p, spans in sizes]
+    held = [accountant.term(p.numel() * p.element_size(), spans) for p, spans in sizes]
+    flops = [accountant.term(work.macs, work.axes) for work in trace.work]
+    return CostModel(tuple(accountant.factors), _merged(params), _merged(flops), _merged(held))
 
 
 def _merged(terms: Sequence[Term]) -> tuple[Term, ...]:

@@ -21,6 +21,7 @@ class Use(IntFlag):
     READ = 2  # a weight consumed it
     HEAD = 4  # two activations were multiplied and summed over it: an attention head
     TOUCHED = 8
+    ROUTED = 16  # an expert, which its router chooses: not followed through the forward pass
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,16 @@ class Ids:
         self._clock += 1
         self._use[ids] |= int(use | Use.TOUCHED)
         self._last[ids] = self._clock
+
+    def routed(self, ids: Ints) -> bool:
+        """Whether some of these ids are experts."""
+        return bool((self._use[ids] & Use.ROUTED).any())
+
+    def share_use(self, slots: Sequence[Slot]) -> None:
+        """What was done with an id of one slot counts for the ids at its place in all of them."""
+        spans = np.array([np.arange(slot.start, slot.start + slot.size) for slot in slots])  # [slots, size]
+        self._use[spans] = np.bitwise_or.reduce(self._use[spans], axis=0)
+        self._last[spans] = self._last[spans].max(axis=0)
 
     def classes(self) -> Classes:
         """The finished partition over all ids."""

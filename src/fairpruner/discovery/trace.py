@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,10 +16,10 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..calling import call_checked, evaluating, tensors_of
-from ..types import Ints
-from .ids import Classes, Ids
+from ..types import Ints, UnitSpace
+from .ids import Classes, Ids, Slot, Use, as_ids
 from .rules import Call, rule_for
-from .shadow import EMPTY, Algebra, Layer, Shadow
+from .shadow import EMPTY, Algebra, Layer, Shadow, extent
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class Work:
 
     macs: int
     axes: tuple[Ints, ...]
+    expert: tuple[str, int] | None = None  # the list of modules, and the one among them, that did it
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,15 @@ class Trace:
 class Tracer(TorchDispatchMode):
     """Runs every operation for real and then, by its rule, on the shadows."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, experts: Sequence[UnitSpace] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._experts = {(part.tensor, part.dim) for space in experts for part in space.slices}
+        self._lists = {name: list(module.children()) for name, module in model.named_modules() if (name, 0) in self._experts}
+        self._places = {id(expert): (name, number) for name, listed in self._lists.items() for number, expert in enumerate(listed)}
+        self._inputs: dict[tuple[str, int], Any] = {}  # of listed experts
+        # Parameters that have the same place in all modules of a list are cut alike.
+        alike = [same for listed in self._lists.values() for same in zip(*(e.parameters() for e in listed), strict=True)]
+        self._alike: dict[int, tuple[nn.Parameter, ...]] = {id(p): same for same in alike for p in same}
         self.ids = Ids()
         self.algebra = Algebra(self.ids)
         self.work: list[Work] = []
@@ -68,10 +76,12 @@ class Tracer(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         call = Call(self, func, args, kwargs, out)
-        axes = rule_for(func)(call) if any(self.shadow(t).layers for t in call.tensors) else ()
+        idle = call.results and not any(t.numel() for t in call.results)  # an expert that no token chose works on nothing
+        axes = rule_for(func)(call) if not idle and any(self.shadow(t).layers for t in call.tensors) else ()
         flops = flop_registry.get(func._overloadpacket)
         if flops is not None:
-            self.work.append(Work(int(flops(*args, **kwargs, out_val=out)) // 2, tuple(_flat(layer) for layer in axes or ())))
+            expert = next((self._places[id(module)] for module in self._stack if id(module) in self._places), None)
+            self.work.append(Work(int(flops(*args, **kwargs, out_val=out)) // 2, tuple(_flat(layer) for layer in axes or ()), expert))
         return out
 
     def shadow(self, tensor: Any) -> Shadow:
@@ -88,16 +98,33 @@ class Tracer(TorchDispatchMode):
         if id(tensor) not in self._names:
             return EMPTY
         if id(tensor) not in self._slots:
-            layers = []
-            for dim, size in enumerate(tensor.shape):
-                if size > 1:
-                    start = self.ids.new_slot(self._names[id(tensor)], dim, size).start
-                    shape = [size if d == dim else 1 for d in range(tensor.ndim)]
-                    layers.append(torch.arange(start, start + size).view(shape).expand(tensor.shape))
-            self._slots[id(tensor)] = Shadow(tuple(layers), weight=True)
+            alike = self._alike.get(id(tensor), (tensor,))
+            for other in alike:
+                self._slots[id(other)] = self._new_slots(other)
+                for layer, same in zip(self._slots[id(other)].layers, self._slots[id(alike[0])].layers, strict=True):
+                    self.ids.unite(as_ids(layer), as_ids(same))
         return self._slots[id(tensor)]
 
+    def _new_slots(self, tensor: torch.Tensor) -> Shadow:
+        name, layers = self._names[id(tensor)], []
+        for dim, size in enumerate(tensor.shape):
+            if size > 1:
+                start = self.new_slot(name, dim, size).start
+                shape = [size if d == dim else 1 for d in range(tensor.ndim)]
+                layers.append(torch.arange(start, start + size).view(shape).expand(tensor.shape))
+        return Shadow(tuple(layers), weight=True)
+
+    def new_slot(self, name: str, dim: int, size: int) -> Slot:
+        slot = self.ids.new_slot(name, dim, size)
+        if (name, dim) in self._experts:
+            self.ids.mark(np.arange(slot.start, slot.start + size), Use.ROUTED)
+        return slot
+
     def put(self, tensor: torch.Tensor, shadow: Shadow) -> None:
+        """Give a tensor its shadow; experts are followed only while they lie along one dimension of a weight."""
+        if self._experts:
+            kept = tuple(layer for layer in shadow.layers if (shadow.weight and sum(extent(layer)) == 1) or not self.ids.routed(as_ids(layer)))
+            shadow = Shadow(kept, shadow.weight)
         self._shadows[tensor] = shadow
 
     def count(self, attribute: str, value: int, ids: Ints) -> None:
@@ -107,14 +134,37 @@ class Tracer(TorchDispatchMode):
                 self.counted.append(Counted(self._modules[id(module)], attribute, ids))
                 return
 
+    def complete_experts(self, model: nn.Module) -> None:
+        """Give experts that no token of the example chose what the others of their block have."""
+        for name, listed in self._lists.items():
+            start = self.new_slot(name, 0, len(listed)).start
+            given = [self._inputs.get((name, number)) for number in range(len(listed))]
+            if given[0] is not None and all(x is given[0] for x in given):  # all work on all tokens: what one does is not done by others once it is gone
+                self.work = [replace(w, axes=(*w.axes, np.array([start + w.expert[1]]))) if w.expert and w.expert[0] == name else w for w in self.work]
+        tensors = {name for name, _ in self._experts}
+        for name, parameter in model.named_parameters():
+            if name in tensors:
+                self.slots_of(parameter)
+        slots: dict[str, list[Slot]] = {}
+        for slot in self.ids.slots:
+            slots.setdefault(slot.tensor, []).append(slot)
+        for alike in {id(group): group for group in self._alike.values()}.values():
+            for same in zip(*(slots.get(self._names[id(p)], []) for p in alike), strict=True):
+                self.ids.share_use(same)
+
     @contextmanager
     def watching_modules(self) -> Iterator[None]:
         """Know which module is running, through global hooks: the user's model gets none."""
 
+        def enter(module: nn.Module, inputs: Any) -> None:
+            self._stack.append(module)
+            if id(module) in self._places and inputs:
+                self._inputs[self._places[id(module)]] = inputs[0]
+
         def leave(*_: Any) -> None:
             self._stack.pop()
 
-        handles = [register_module_forward_pre_hook(lambda module, _: self._stack.append(module)), register_module_forward_hook(leave, always_call=True)]
+        handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
         try:
             yield
         finally:
@@ -123,14 +173,15 @@ class Tracer(TorchDispatchMode):
 
 
 def _flat(layer: Layer) -> Ints:
-    return np.ascontiguousarray(layer.reshape(-1).numpy())
+    return np.ascontiguousarray(as_ids(layer))
 
 
-def trace(model: nn.Module, example: Any) -> Trace:
-    """Run the model once on the example and follow every parameter's indices through it."""
-    tracer = Tracer(model)
+def trace(model: nn.Module, example: Any, experts: Sequence[UnitSpace] = ()) -> Trace:
+    """Run the model once on the example and follow every parameter's indices through it, except which expert they belong to."""
+    tracer = Tracer(model, experts)
     with evaluating(model), torch.no_grad(), tracer.watching_modules(), tracer:
         output = call_checked(model, example)
     for tensor in tensors_of(output):
         tracer.algebra.lock(tracer.shadow(tensor), "reaches the model's output")
+    tracer.complete_experts(model)
     return Trace(tracer.ids.classes(), tuple(tracer.work), tuple(tracer.counted))

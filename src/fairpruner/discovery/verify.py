@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..calling import call, evaluating, tensors_of
 from ..surgery import copy_with, cut_units, mask_units
+from ..tod import removal_order
 from ..types import Ints, UnitSpace
 
 # A right cut differs by rounding alone. float32 is fast and settles nearly all; what it does not settle float64 decides;
@@ -56,13 +57,14 @@ class Check:
 
     def __init__(self, model: nn.Module, example: Any, spaces: Sequence[UnitSpace]) -> None:
         rng = np.random.default_rng(0)
-        depths = [int(rng.integers(1, max(1, min(s.size - s.min_keep, 2 * s.size // 3)) + 1)) for s in spaces]
-        everywhere: Removed = {s.name: rng.permutation(s.size)[:depth] for s, depth in zip(spaces, depths, strict=True)}
+        depths = [int(rng.integers(1, max(1, min(s.size - s.min_keep, 2 * s.size // 3) // s.groups) + 1)) * s.groups for s in spaces]
+        everywhere: Removed = {s.name: removal_order(np.argsort(rng.permutation(s.size)), s.groups)[:depth] for s, depth in zip(spaces, depths, strict=True)}
         # Neighbours often share a tensor that the code splits: sizes that only fit while both lose the same must not pass.
         elsewhere: Removed = {s.name: everywhere[s.name] for s in spaces[1::2]}
         self._rounds = (everywhere, elsewhere)
         self._example = example
-        self._lively = cache(lambda dtype: copy_with(model, partial(lively, dtype=dtype)))
+        stacks = frozenset(_stacks(model))
+        self._lively = cache(lambda dtype: copy_with(model, partial(lively, dtype=dtype, stacks=stacks)))
 
     def difference(self, spaces: Sequence[UnitSpace]) -> str:
         """Why mask and cut do not agree, or nothing."""
@@ -95,13 +97,21 @@ class Check:
         return True
 
 
-def lively(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+def _stacks(model: nn.Module) -> Iterator[str]:
+    """The names of parameters that are a matrix for each of several experts."""
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.modules.conv._ConvNd):
+            yield from (f"{path}.{name}" for name, p in module.named_parameters(recurse=False) if p.ndim == 3)
+
+
+def lively(name: str, tensor: torch.Tensor, dtype: torch.dtype | None, stacks: Collection[str] = ()) -> torch.Tensor:
     """Random weights that keep the signal alive: under tiny or dead weights a wrong cut would look right."""
     if not tensor.is_floating_point():
         return tensor
     noise = torch.rand(tensor.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())), dtype=torch.float32)
     # Scales and variances near one; matrices with variance 2 / fan-in.
-    fresh = noise + 0.5 if tensor.ndim < 2 else (noise - 0.5) * (24 / tensor[0].numel()) ** 0.5
+    fan_in = 1 if tensor.ndim < 2 else max(tensor.shape[1:]) if name in stacks else tensor[0].numel()
+    fresh = noise + 0.5 if tensor.ndim < 2 else (noise - 0.5) * (24 / fan_in) ** 0.5
     return fresh.to(device=tensor.device, dtype=dtype or tensor.dtype)
 
 

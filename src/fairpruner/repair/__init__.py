@@ -17,11 +17,12 @@ from ..errors import FairprunerError, unknown
 from ..fingerprint import fingerprint
 from ..types import Plan
 from .batchnorm import reestimate
+from .experts import refit_experts
 from .folding import fold
 from .notes import Note
 from .regression import choose, choose_mean
 from .sequential import refit
-from .wiring import Wire, find_wires, kept_indices, tensors_by_name
+from .wiring import Wire, find_wires, kept_by_place, tensors_by_name
 
 __all__ = ["METHODS", "Note", "repair"]
 
@@ -32,6 +33,7 @@ METHODS: dict[str, Method] = {
     "mean": partial(fold, choose=choose_mean),
     "least_squares": partial(fold, choose=choose),
     "sequential": refit,
+    "experts": refit_experts,
     "batchnorm": lambda small, model, plan, sweep, wires: reestimate(small, sweep()),
 }
 
@@ -49,8 +51,8 @@ def repair(
     """A copy of `small`, the cut of `model` by `plan`, with weights that make up for what was removed; no training, inputs untouched.
 
     `mean` gives consumers the mean of what they lost; `least_squares` predicts it from what they kept;
-    `sequential` refits every weight in the order of the forward pass; `batchnorm` estimates running statistics
-    again. Several methods are applied one after the other, and each only if it lowers the `loss` on the data
+    `sequential` refits every weight in the order of the forward pass; `experts` what the kept experts of each
+    block and a shared one give; `batchnorm` estimates running statistics again. Several methods are applied one after the other, and each only if it lowers the `loss` on the data
     (cross-entropy by default). `notes` is a list that gets one line for each weight: repaired, kept or skipped.
 
     >>> import fairpruner as fp
@@ -113,8 +115,11 @@ def _check(small: nn.Module, model: nn.Module, plan: Plan) -> None:
         raise FairprunerError(
             f"The plan belongs to another model: {type(model).__name__} has the fingerprint {fingerprint(model)}, the plan expects {plan.spaces.fingerprint}. Give the model that was scored."
         )
-    kept, found = kept_indices(plan), tensors_by_name(small)
+    kept, found = kept_by_place(plan), tensors_by_name(small)
+    lists = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and (name, 0) in kept)
     for name, tensor in tensors_by_name(model).items():
+        if name.startswith(lists):
+            continue  # modules of a list move up as others go
         expected = [len(kept[name, dim]) if (name, dim) in kept else size for dim, size in enumerate(tensor.shape)]
         shape = list(found[name].shape) if name in found else None
         if shape != expected:

@@ -16,7 +16,7 @@ from ..types import Ints, Plan, Slice, UnitSpace
 from .notes import UNSEEN, USED_ELSEWHERE, Note
 from .products import Product, Walk
 from .regression import Choice, Sums, first_half, wide
-from .wiring import Wire, kept_indices, tensors_by_name
+from .wiring import Wire, kept_by_place, tensors_by_name
 
 MOST_CHANNELS = 8192  # that one weight reads: more would make the products of all pairs too large
 
@@ -125,7 +125,7 @@ class _Collect(Walk):
 
 def fold(small: nn.Module, model: nn.Module, plan: Plan, sweep: Callable[[], Iterable[Batch]], wires: Mapping[str, Wire], choose: Chooser) -> list[Note]:
     """Add to every consumer in `small` what the removed units gave it, as far as the kept ones tell."""
-    kept, weights, tensors = kept_indices(plan), dict(model.named_parameters(remove_duplicate=False)), tensors_by_name(small)
+    kept, weights, tensors = kept_by_place(plan), dict(model.named_parameters(remove_duplicate=False)), tensors_by_name(small)
     obstacles = {consumer: _obstacle(consumer, wires) for consumer in consumers(plan, weights)}
     notes = [Note(consumer.name, "skipped", reason) for consumer, reason in obstacles.items() if reason]
     collect = _Collect(model, [consumer for consumer, reason in obstacles.items() if not reason])

@@ -21,7 +21,7 @@ from ..types import Ints, Plan
 from .notes import UNSEEN, USED_ELSEWHERE, Note
 from .products import Product, Walk
 from .regression import Choice, Fit, Sums, choose, first_half
-from .wiring import Offset, Sum, Wire, kept_indices, straight_line, tensors_by_name
+from .wiring import Offset, Sum, Wire, kept_by_place, straight_line, tensors_by_name
 
 POSITIONS = 32  # rows taken of each sample: neighbours tell little more
 MOST_SUMS = 2**26  # numbers kept at once
@@ -40,7 +40,7 @@ def refit(small: nn.Module, model: nn.Module, plan: Plan, sweep: Callable[[], It
     notes += [Note(name, "skipped", reason) for name, reason in obstacles.items() if reason]
     waiting = {name: wires[name] for name, reason in obstacles.items() if not reason}
     while waiting:
-        stretch = _refit_stretch(small, model, waiting, kept_indices(plan), sweep())
+        stretch = _refit_stretch(small, model, waiting, kept_by_place(plan), sweep())
         if not stretch:  # the data takes another way through the model than its first samples
             return notes + [Note(name, "skipped", UNSEEN) for name in waiting]
         notes += [Note.of(name, refit.choice) if refit.choice else Note(name, "skipped", TOO_MANY_SUMS) for name, refit in stretch.items()]

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ..batches import Batch, forward
+from ..surgery import kept_indices
 from ..types import Ints, Plan
 from .products import Product, Walk
 
@@ -130,14 +130,9 @@ def straight_line(out: Tensor, operand: Tensor) -> tuple[Tensor, Tensor]:
     return slope, y - slope * x
 
 
-def kept_indices(plan: Plan) -> dict[tuple[str, int], Ints]:
+def kept_by_place(plan: Plan) -> dict[tuple[str, int], Ints]:
     """Which indices a cut leaves along each dim of each tensor that loses some."""
-    gone: dict[tuple[str, int], list[np.ndarray]] = {}
-    for space in plan.spaces:
-        units = np.asarray(plan.removed[space.name], dtype=np.int64)
-        for part in space.slices if units.size else ():
-            gone.setdefault((part.tensor, part.dim), []).append(np.isin(part.owner, units))
-    return {place: np.flatnonzero(~np.logical_or.reduce(masks)) for place, masks in gone.items()}
+    return {(tensor, dim): kept for tensor, dims in kept_indices(plan.spaces, plan.removed).items() for dim, kept in dims.items()}
 
 
 def tensors_by_name(model: nn.Module) -> dict[str, Tensor]:

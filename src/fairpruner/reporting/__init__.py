@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from ..allocation import allocate
+from ..costs import predict
 from ..diagnostics import diagnose
 from ..errors import FairprunerError
+from ..latency import LatencyTable, check_table
 from ..storage import PLAN, REPORT
 from ..types import Plan, Scores
 from .facts import Report, SpaceFacts
@@ -18,13 +21,19 @@ __all__ = ["Report", "SpaceFacts", "report"]
 
 
 def report(
-    source: Scores | str | Path, plan: Plan | str | Path | None = None, *, measured: Measured | str | Path | None = None, title: str | None = None
+    source: Scores | str | Path,
+    plan: Plan | str | Path | None = None,
+    *,
+    measured: Measured | str | Path | None = None,
+    latency: LatencyTable | str | Path | None = None,
+    title: str | None = None,
 ) -> Report:
     """Gather what there is to know about scores, a plan and what was measured.
 
     `source` is scores or their file, from which the page lets its reader choose any plan, or the folder of a pruned
     model, which tells about that model's plan alone. `plan` is the one to begin with: a value, a file or a folder.
     `measured` holds numbers by model, or is a JSON file of them: {"cut": {"accuracy": 0.91, "flops": 62e6, "latency_ms": 3.1}}.
+    `latency` is a table of `latency_table` or its file: every plan then tells its predicted milliseconds.
 
     >>> from fairpruner.types import CostModel, Spaces, UnitSpace
     >>> import numpy as np
@@ -37,19 +46,28 @@ def report(
     scores = source if isinstance(source, Scores) else None if Path(source).is_dir() else Scores.load(source)
     name = title or ("Scores" if isinstance(source, Scores) else Path(source).name)
     numbers = measured_from(measured or {})
+    table = LatencyTable.load(latency) if isinstance(latency, (str, Path)) else latency
     if scores is not None:
-        chosen = allocate(scores, alpha=TOLERANCE) if plan is None else _plan(plan)
-        return Report(name, chosen, scores, diagnose(scores, chosen), numbers)
+        chosen = _timed(allocate(scores, alpha=TOLERANCE) if plan is None else _plan(plan), table)
+        return Report(name, chosen, scores, diagnose(scores, chosen), numbers, table)
     if plan is not None:
         raise FairprunerError(f"Folder {source} holds a plan of its own, and a second one was given: give the scores first to compare plans.")
     folder = Path(str(source))
-    return Report(name, _plan(folder), measured={**_measured_at_saving(folder), **numbers})
+    return Report(name, _timed(_plan(folder), table), measured={**_measured_at_saving(folder), **numbers}, latency=table)
 
 
 def _plan(plan: Plan | str | Path) -> Plan:
     if isinstance(plan, Plan):
         return plan
     return Plan.load(Path(plan) / PLAN if Path(plan).is_dir() else plan)
+
+
+def _timed(plan: Plan, table: LatencyTable | None) -> Plan:
+    """The plan with its predicted milliseconds, where there is a table to predict them from."""
+    if table is None:
+        return plan
+    check_table(table, plan.spaces)
+    return replace(plan, predicted=predict(plan.spaces, plan.removed, table), original=predict(plan.spaces, {}, table))
 
 
 def _measured_at_saving(folder: Path) -> Measured:

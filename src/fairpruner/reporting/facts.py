@@ -13,7 +13,8 @@ import numpy as np
 
 from ..diagnostics import Diagnosis
 from ..errors import FairprunerError
-from ..types import METRICS, Floats, Plan, Scores, Spaces, Term
+from ..latency import LatencyTable
+from ..types import Floats, Plan, Scores, Spaces, Term
 from .measured import Measured, check_measured
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class Report:
     scores: Scores | None = None  # without them there is nothing to choose from
     diagnosis: Diagnosis | None = None
     measured: Measured = field(default_factory=dict)
+    latency: LatencyTable | None = None  # from which the page predicts the milliseconds of any plan
 
     def __post_init__(self) -> None:
         if (self.scores is None) != (self.diagnosis is None):
@@ -50,11 +52,11 @@ class Report:
         check_measured(self.measured)
 
     @property
-    def before(self) -> Mapping[str, int]:
+    def before(self) -> Mapping[str, float]:
         return self.plan.original
 
     @property
-    def after(self) -> Mapping[str, int]:
+    def after(self) -> Mapping[str, float]:
         return self.plan.predicted
 
     @cached_property
@@ -86,7 +88,7 @@ class Report:
             "exact": self.plan.exact,
             "original": dict(self.before),
             "predicted": dict(self.after),
-            "share": {metric: self.plan.share(metric) for metric in METRICS},
+            "share": {metric: self.plan.share(metric) for metric in self.after},
             "measured": {model: dict(numbers) for model, numbers in self.measured.items()},
             "spaces": [asdict(row) for row in self.spaces],
             "left_out": dict(self.plan.spaces.left_out),

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..encoding import Json, plan_to_json, spaces_to_json
+from ..encoding import Json, latency_to_json, plan_to_json, spaces_to_json
 from ..storage import VERSION, written_whole
 from ..tod import conflict_curve, removal_order
 from ..types import Floats, Ints, Plan, Scores, UnitSpace
@@ -62,9 +62,10 @@ def payload(report: Report) -> Json:
         "spaces": spaces_to_json(plan.spaces if scores is None else scores.spaces),
         "plan": content,
         "signals": dict(report.signals),
-        "scored": None if scores is None else [_ranking(scores, s, removal_order(scores.removal[s.name])) for s in scores.spaces],
+        "scored": None if scores is None else [_ranking(scores, s, removal_order(scores.removal[s.name], s.groups)) for s in scores.spaces],
         "given": _given(plan, scores),
         "stability": None if report.diagnosis is None else [[row.removal_stability, row.protection_stability] for row in report.diagnosis.spaces],
+        "latency": None if report.latency is None else latency_to_json(report.latency),
         "measured": {model: dict(numbers) for model, numbers in report.measured.items()},
     }
 
@@ -74,14 +75,14 @@ def _given(plan: Plan, scores: Scores | None) -> list[Json] | None:
     orders = {space.name: _plan_first(plan, space, scores) for space in plan.spaces}
     if scores is None:
         return [{"order": _packed(order, np.int32)} for order in orders.values()]
-    if all(np.array_equal(order, removal_order(scores.removal[name])) for name, order in orders.items()):
+    if all(np.array_equal(orders[s.name], removal_order(scores.removal[s.name], s.groups)) for s in plan.spaces):
         return None
     return [_ranking(scores, space, orders[space.name]) for space in plan.spaces]
 
 
 def _plan_first(plan: Plan, space: UnitSpace, scores: Scores | None) -> Ints:
     """The units that the plan removes, then the others in removal order, [J]."""
-    order = np.arange(space.size) if scores is None else removal_order(scores.removal[space.name])
+    order = np.arange(space.size) if scores is None else removal_order(scores.removal[space.name], space.groups)
     gone = np.array(plan.removed[space.name], dtype=np.int64)
     return np.concatenate([gone, order[~np.isin(order, gone)]])
 
@@ -94,9 +95,9 @@ def _ranking(scores: Scores, space: UnitSpace, order: Ints) -> Json:
         "order": _packed(order, np.int32),
         "removal": _packed(removal[order], np.float32),
         "protection": _packed(protection[order], np.float32),
-        "steps": _steps(conflict_curve(_places(order), protection).overlaps),
+        "steps": _steps(conflict_curve(_places(order), protection, space.groups).overlaps),
         # The overlap of two removal rankings is a conflict curve too: what goes first in the other is what it protects.
-        "same": None if halves is None else _steps(conflict_curve(halves[0], -_places(removal_order(halves[1]))).overlaps),
+        "same": None if halves is None else _steps(conflict_curve(halves[0], -_places(removal_order(halves[1], space.groups)), space.groups).overlaps),
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.console import Group, RenderableType
 
-from ..tables import describe_plan, table_of
+from ..tables import amount, describe_plan, table_of
 from .facts import Report
 
 
@@ -19,7 +19,7 @@ def render(report: Report) -> Group:
 
 
 def _totals(report: Report) -> Group:
-    rows = [(m, f"{report.before[m]:,}", f"{kept:,}", f"{report.plan.share(m):.1%}") for m, kept in report.after.items()]
+    rows = [(m, amount(report.before[m]), amount(kept), f"{report.plan.share(m):.1%}") for m, kept in report.after.items()]
     return table_of(f"{report.title}: {describe_plan(report.plan)}", ("", "before", "after", "kept"), rows, notes=["FLOPs are multiply-accumulates (MACs)."])
 
 

@@ -1,19 +1,25 @@
 """Signals: the ways to give every unit a removal number (small = remove first) or a protection number (large = protect)."""
 
-from .base import Meter, Reading, Signal, Step, Task, built_in, names, protection_signal, removal_signal, resolve
+from .base import Meter, Reading, Signal, Step, Task, built_in, names, protection_signal, removal_signal
+from .choosing import Choice, choose, defaults, resolve
 from .protection import Deletion, Taylor, Taylor2
 from .reconstruction import Reconstruction
 from .removal import ACTIVATION, FPGM, L1, L2, Random
+from .routing import FREQUENCY, REAP, SOFT_ACTIVATION, SOFT_ACTIVATION_ALL, RoutedTaylor, RoutedTaylorExact
 from .wasserstein import Wasserstein, WassersteinPooled
 
 built_in("removal", Wasserstein(), WassersteinPooled(), L1, L2, FPGM, ACTIVATION, Reconstruction(), Random())
-built_in("protection", Taylor(), Taylor2(), Deletion(), Random())
+built_in("removal", SOFT_ACTIVATION, SOFT_ACTIVATION_ALL, FREQUENCY, REAP)
+built_in("protection", Taylor(), Taylor2(), Deletion(), RoutedTaylor(), RoutedTaylorExact(), Random())
 
 __all__ = [
+    "Choice",
     "Deletion",
     "Meter",
     "Random",
     "Reading",
+    "RoutedTaylor",
+    "RoutedTaylorExact",
     "Signal",
     "Step",
     "Task",
@@ -21,6 +27,8 @@ __all__ = [
     "Taylor2",
     "Wasserstein",
     "WassersteinPooled",
+    "choose",
+    "defaults",
     "names",
     "protection_signal",
     "removal_signal",

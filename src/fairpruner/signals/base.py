@@ -12,10 +12,13 @@ from torch import Tensor, nn
 
 from ..errors import FairprunerError, unknown
 from ..processes import Processes
-from ..types import Floats, Spaces, UnitSpace, check_scores
+from ..types import KINDS, Floats, Kind, Spaces, UnitSpace, check_scores
 
 Role = Literal["removal", "protection"]
-Need = Literal["activations", "gradients", "gates", "deletions"]
+Need = Literal["activations", "gradients", "gates", "deletions", "routing", "routed_gradients", "routed_losses"]
+
+DENSE: frozenset[Kind] = frozenset({"channel", "hidden", "head"})  # kinds whose units all samples use
+ROUTED: frozenset[Kind] = frozenset({"expert"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +66,9 @@ class Meter:
     def see_deletions(self, loss_change: Callable[[UnitSpace, int], float], step: Step) -> None:
         """A function that gives the change of the mean loss when one unit of a space is removed."""
 
+    def see_routing(self, tallies: Mapping[str, Mapping[str, Tensor]], step: Step) -> None:
+        """For each space of experts, what the batch's tokens sum up to for each expert, [E]: how many selected it, with what router weight, …"""
+
     def join(self, processes: Processes) -> None:
         """Take in what this signal's meters saw in the other processes of a job, so that all hold the same; nothing to do without data."""
 
@@ -75,6 +81,7 @@ class Signal(ABC):
     """A way to give each unit one number; `start` opens a fresh measurement, so one signal may serve many passes."""
 
     name: str
+    kinds: ClassVar[frozenset[Kind]] = DENSE  # of the spaces that it can score
     needs: ClassVar[frozenset[Need]] = frozenset()  # nothing: the weights are enough
     compares_classes: ClassVar[bool] = False  # labels must be class indices
 
@@ -99,6 +106,7 @@ class WeightSignal(Signal):
 
     name: str
     function: WeightFunction
+    kinds: ClassVar[frozenset[Kind]] = frozenset(KINDS)
 
     def start(self, task: Task) -> Meter:
         return _WeightMeter(self, task)
@@ -208,22 +216,8 @@ def _decorator(role: Role, name: str) -> Callable[[Own], Own]:
     return register
 
 
-Asked = str | Signal | Sequence[str | Signal]
-
-
-def resolve(role: Role, asked: Asked) -> tuple[Signal, ...]:
-    """The signals that were asked for, by name or as objects, one or several."""
-    several = (asked,) if isinstance(asked, (str, Signal)) else tuple(asked)
-    signals = tuple(_resolve(role, item) for item in several)
-    found = [signal.name for signal in signals]
-    if not found or len(set(found)) != len(found):
-        raise FairprunerError(f"The {role} signals are {found}, expected at least one and each name once; rename one with name=.")
-    return signals
-
-
-def _resolve(role: Role, item: str | Signal) -> Signal:
-    if isinstance(item, Signal):
-        return item
-    if item not in _registry[role]:
-        raise unknown(f"{role} signal", item, _registry[role])
-    return _registry[role][item]
+def named(role: Role, name: str) -> Signal:
+    """The signal registered under a name."""
+    if name not in _registry[role]:
+        raise unknown(f"{role} signal", name, _registry[role])
+    return _registry[role][name]

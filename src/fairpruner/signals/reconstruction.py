@@ -95,7 +95,7 @@ class _Moments:
 def unit_flops(space: UnitSpace, spaces: Spaces) -> int:
     """What the whole model saves by one unit of the space, at least 1."""
     whole, without = (predict(spaces, removed)["flops"] for removed in ({}, {space.name: (0,)}))
-    return max(whole - without, 1)
+    return max(int(whole - without), 1)
 
 
 def columns(space: UnitSpace) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from ..errors import FairprunerError
 from ..observing import positions_of
 from ..processes import Processes
-from ..types import Floats, Ints, UnitSpace
+from ..types import KINDS, Floats, Ints, Kind, UnitSpace
 from .base import ActivationSignal, Meter, Reading, Signal, Task, WeightSignal
 
 GRAM_COLUMNS = 4096  # weights of a unit that are compared at once, which bounds the memory of fpgm
@@ -93,6 +94,7 @@ class Random(Signal):
     """Uniform numbers, fixed by the seed, the role and the name of the space."""
 
     name: str = "random"
+    kinds: ClassVar[frozenset[Kind]] = frozenset(KINDS)
 
     def start(self, task: Task) -> Meter:
         return _RandomMeter(task)

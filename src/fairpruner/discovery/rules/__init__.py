@@ -9,7 +9,7 @@ import torch
 
 from .call import Call, Rule, fresh, unknown
 from .contracting import attention, convolution, matmul
-from .mixing import batch_norm, elementwise, glu, group_norm, layer_norm, pooling, reduction
+from .mixing import batch_norm, elementwise, gathered, glu, group_norm, layer_norm, pooling, reduction
 from .moving import copied, embedding, movement, restrided, to_complex, to_real, unchanged
 
 __all__ = ["Call", "rule_for"]
@@ -23,6 +23,7 @@ _GROUPS: dict[Rule, str] = {
     embedding: "embedding",
     to_complex: "view_as_complex",
     to_real: "view_as_real",
+    gathered: "index_add index_put",
     glu: "glu",
     elementwise: "hardswish log_sigmoid_forward rrelu_with_noise _prelu_kernel addcmul addcdiv lerp",
     reduction(1): "sum mean amax amin logsumexp var std var_mean prod any all max min",

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ..shadow import Shadow
-from .call import Call, Rule
+from ..shadow import Shadow, extent
+from .call import Call, Rule, unknown
 from .moving import is_whole
 
 
@@ -24,6 +24,20 @@ def _settle(call: Call, operands: Sequence[Shadow]) -> None:
     call.touch(*operands)
     layers = call.algebra.combine_all(operands, call.result.shape)
     call.tracer.put(call.result, call.algebra.settle(layers, operands, call.name))
+
+
+def gathered(call: Call) -> None:
+    """index_add, and index_put of rows: rows of the source go to rows of the target, as results of experts do."""
+    target = call.args[0]
+    dim, source = (call.args[1], call.args[3]) if call.name.startswith("index_add") else (0, call.args[2])
+    rows = call.shadow(source).layers
+    plain = is_whole(target) and source.ndim == target.ndim and (call.name.startswith("index_add") or len(call.args[1]) == 1)
+    if not plain or any(extent(layer)[dim] for layer in rows):
+        return unknown(call)
+    if source.shape[dim]:
+        spread = tuple(layer.narrow(dim, 0, 1).expand(target.shape) for layer in rows)
+        call.put(call.algebra.combine(call.shadow(target), Shadow(spread), target.shape))
+    return None
 
 
 def glu(call: Call) -> None:

@@ -3,6 +3,7 @@
 // Counts are Numbers: exact up to 2^53.
 
 const METRICS = ["units", "params", "flops"];
+const LATENCY = "latency_ms"; // where the page was given a latency table
 
 function unpacked(text, type) {
   return new type(Uint8Array.from(atob(text), (c) => c.charCodeAt(0)).buffer);
@@ -55,10 +56,12 @@ function countUpTo(values, value) {
   return firstWhere(values.length - 1, (i) => values[i] > value);
 }
 
-// Depths that leave enough units in a space, ascending; 0 always.
+// Depths that leave enough units in a space, ascending; 0 always. Heads and experts are wide enough already.
 function candidates(space, multipleOf) {
-  const depths = [0];
-  for (let depth = 1; depth <= space.size - space.min_keep; depth++) if ((space.size - depth) % multipleOf === 0) depths.push(depth);
+  const depths = [0], step = ["channel", "hidden"].includes(space.kind) ? multipleOf : 1;
+  for (let depth = 1; depth <= space.size - space.min_keep; depth++) {
+    if ((space.size - depth) % step === 0 && (space.size - depth) % space.groups === 0) depths.push(depth);
+  }
   return depths;
 }
 
@@ -101,35 +104,68 @@ class Dial {
   }
 }
 
+// Axes whose indices belong to units, and how many are gone at each depth of an order of the units.
+function axesOf(factors, items, orders) {
+  const position = new Map(items.map((space, s) => [space.name, s]));
+  return factors.map((factor) => ({
+    size: factor.size,
+    parts: Object.entries(factor.owned).filter(([name]) => position.has(name)).map(([name, runs]) => {
+      const owned = decodedRuns(runs), s = position.get(name);
+      return { s, gone: running(Array.from(orders[s], (unit) => owned[unit])) };
+    }),
+  }));
+}
+
+function lengthsOf(axes, depths) {
+  return axes.map((axis) => axis.parts.reduce((size, { s, gone }) => size - gone[depths[s]], axis.size));
+}
+
+// The rule of latency.py: each operation a fixed part, and one that follows its work at widths rounded up to the multiple.
+class Latency {
+  constructor(table, items, orders) {
+    Object.assign(this, { multiple: table.multiple, ops: table.ops, axes: axesOf(table.factors, items, orders) });
+    this.whole = table.ops.map(([factors]) => factors.reduce((work, f) => work * this.padded(table.factors[f].size), 1));
+  }
+
+  padded(length) {
+    return Math.ceil(length / this.multiple) * this.multiple;
+  }
+
+  milliseconds(depths) {
+    const lengths = lengthsOf(this.axes, depths);
+    return this.ops.reduce((total, [factors, fixed, work, uneven], o) => {
+      const share = factors.reduce((product, f) => product * this.padded(lengths[f]), 1) / this.whole[o];
+      return total + (fixed + (factors.some((f) => lengths[f] % this.multiple) ? work + uneven : work) * share);
+    }, 0);
+  }
+}
+
 // Costs of every plan that removes a prefix of a fixed order of units in each space.
 class Costs {
-  constructor(spaces, orders) {
-    const position = new Map(spaces.items.map((space, s) => [space.name, s]));
+  constructor(spaces, orders, table) {
+    this.experts = spaces.items.map((space) => space.kind === "expert");
     this.sizes = spaces.items.map((space) => space.size);
-    this.terms = { params: spaces.costs.params, flops: spaces.costs.flops };
-    this.axes = spaces.costs.factors.map((factor) => ({
-      size: factor.size,
-      parts: Object.entries(factor.owned).map(([name, runs]) => {
-        const owned = decodedRuns(runs), s = position.get(name);
-        return { s, gone: running(Array.from(orders[s], (unit) => owned[unit])) };
-      }),
-    }));
+    this.terms = Object.fromEntries(["params", "flops", "bytes"].filter((metric) => spaces.costs[metric].length).map((metric) => [metric, spaces.costs[metric]]));
+    this.axes = axesOf(spaces.costs.factors, spaces.items, orders);
+    this.latency = table && new Latency(table, spaces.items, orders);
     this.original = this.totals(this.sizes.map(() => 0));
   }
 
-  lengths(depths) {
-    return this.axes.map((axis) => axis.parts.reduce((size, { s, gone }) => size - gone[depths[s]], axis.size));
-  }
-
   totals(depths) {
-    const lengths = this.lengths(depths);
-    const sum = (terms) => terms.reduce((total, [coefficient, factors]) => total + factors.reduce((cost, f) => cost * lengths[f], coefficient), 0);
-    return { units: this.sizes.reduce((kept, size, s) => kept + size - depths[s], 0), params: sum(this.terms.params), flops: sum(this.terms.flops) };
+    const lengths = lengthsOf(this.axes, depths);
+    const units = (counts) => this.sizes.reduce((kept, size, s) => (counts[s] ? kept + size - depths[s] : kept), 0);
+    const totals = { units: units(this.sizes), params: 0, flops: 0 };
+    for (const [metric, terms] of Object.entries(this.terms)) {
+      totals[metric] = terms.reduce((total, [coefficient, factors]) => total + factors.reduce((cost, f) => cost * lengths[f], coefficient), 0);
+    }
+    if (this.experts.some(Boolean)) totals.experts = units(this.experts);
+    if (this.latency) totals[LATENCY] = this.latency.milliseconds(depths);
+    return totals;
   }
 
   // A cost shared out over the spaces: a term goes evenly to its axes, an axis to its spaces by the indices they keep.
   bySpace(metric, depths) {
-    const lengths = this.lengths(depths), shares = this.sizes.map(() => 0);
+    const lengths = lengthsOf(this.axes, depths), shares = this.sizes.map(() => 0);
     for (const [coefficient, factors] of this.terms[metric]) {
       const cost = factors.reduce((product, f) => product * lengths[f], coefficient);
       for (const f of factors) {
@@ -142,11 +178,19 @@ class Costs {
   }
 }
 
-// The position in 0..last that keeps nearest to a target within reach; of equals, the one that removes least.
-function nearest(kept, last, target) {
-  const below = firstWhere(last, (position) => kept(position) <= target);
+// The position in 0..last that keeps nearest to a target within reach: the first within it or the one before; of equals, the
+// one that removes least. What never rises is found by bisection, by `first`.
+function nearest(kept, last, target, first = firstWhere) {
+  const below = first(last, (position) => kept(position) <= target);
   if (below === 0 || kept(below - 1) - target > target - kept(below)) return below;
-  return firstWhere(last, (position) => kept(position) <= kept(below - 1));
+  return first(last, (position) => kept(position) <= kept(below - 1));
+}
+
+// As firstWhere, for a condition that may stop to hold: latency rises where widths become uneven.
+function firstAlong(last, holds) {
+  let position = 0;
+  while (position <= last && !holds(position)) position++;
+  return position;
 }
 
 // The count that a share stands for, without the float noise of the product.

@@ -7,13 +7,14 @@ const spaces = data.spaces.items;
 const scored = data.scored && data.scored.map(ranking);
 const given = data.given ? data.given.map(ranking) : scored;
 const multipleOf = () => Number($("multiple").value);
+const SHOWN = data.latency ? [...METRICS, LATENCY] : METRICS;
 
 const page = {
   data,
   spaces,
   names: spaces.map((space) => space.name),
   original: data.plan.original,
-  costs: scored && new Costs(data.spaces, scored.map((r) => r.order)),
+  costs: scored && new Costs(data.spaces, scored.map((r) => r.order), data.latency),
   dial: scored && new Dial(spaces, scored, 1),
   selected: 0,
   select(s) {
@@ -22,7 +23,7 @@ const page = {
     show();
   },
 };
-const givenCosts = data.given ? new Costs(data.spaces, given.map((r) => r.order)) : page.costs;
+const givenCosts = data.given ? new Costs(data.spaces, given.map((r) => r.order), data.latency) : page.costs;
 const asGiven = {
   rule: data.plan.rule,
   alpha: data.plan.alpha,
@@ -37,18 +38,31 @@ page.plan = asGiven;
 // What `allocate` answers for a tolerance, or for a share of a metric to keep.
 function allocated(mode, value) {
   const { dial, costs } = page;
-  const step = mode === "alpha" ? dial.stepAt(value) : nearest((s) => costs.totals(dial.depths(s))[mode], dial.last, target(value, page.original[mode]));
+  const kept = (step) => costs.totals(dial.depths(step))[mode];
+  const step = {
+    alpha: () => dial.stepAt(value),
+    [LATENCY]: () => nearest((s) => latencies()[s], dial.last, value * page.original[LATENCY], firstAlong),
+  }[mode]?.() ?? nearest(kept, dial.last, target(value, page.original[mode]));
   const depths = dial.depths(step);
   return { rule: "tod", alpha: mode === "alpha" ? value : dial.tolerance(step), exact: false, rankings: scored, costs, depths, totals: costs.totals(depths) };
 }
 
+// Predicted milliseconds at every step of the dial, worked out once for each dial.
+function latencies() {
+  const { dial, costs } = page;
+  dial.latencies ??= dial.levels.map((_, step) => costs.latency.milliseconds(dial.depths(step)));
+  return dial.latencies;
+}
+
 const mode = () => document.querySelector("input[name=mode]:checked").value;
-const smallest = () => page.costs.totals(page.dial.depths(page.dial.last))[mode()] / Math.max(page.original[mode()], 1);
-const amountOf = (plan) => (mode() === "alpha" ? plan.alpha ?? 0 : plan.totals[mode()] / Math.max(page.original[mode()], 1));
+const shareOf = (metric, amount) => amount / (page.original[metric] || 1);
+const least = () => (mode() === LATENCY ? latencies().reduce((a, b) => Math.min(a, b)) : page.costs.totals(page.dial.depths(page.dial.last))[mode()]);
+const smallest = () => shareOf(mode(), least());
+const amountOf = (plan) => (mode() === "alpha" ? plan.alpha ?? 0 : shareOf(mode(), plan.totals[mode()]));
 
 // Put the controls where the plan is.
 function setControls() {
-  const budget = mode() !== "alpha", label = { alpha: "Tolerance", units: "Units kept", params: "Params kept", flops: "FLOPs kept" }[mode()];
+  const budget = mode() !== "alpha", label = { alpha: "Tolerance", units: "Units kept", params: "Params kept", flops: "FLOPs kept", [LATENCY]: "Latency kept" }[mode()];
   $("slider-label").textContent = label;
   $("slider").min = budget ? Math.ceil(1000 * smallest()) / 1000 : 0;
   $("slider").max = budget ? 1 : 0.999;
@@ -67,7 +81,7 @@ function choose(value) {
   const reach = budget ? [smallest(), 1] : [0, 1 - Number.EPSILON];
   const valid = value >= reach[0] && value <= reach[1];
   $("amount").setAttribute("aria-invalid", String(!valid));
-  $("message").textContent = valid ? "" : budget ? `Out of reach: the smallest plan keeps ${percent(Math.ceil(1000 * reach[0]) / 1000)} of ${mode()}.` : "A tolerance lies in [0, 1).";
+  $("message").textContent = valid ? "" : budget ? `Out of reach: the smallest plan keeps ${percent(Math.ceil(1000 * reach[0]) / 1000)} of ${mode() === LATENCY ? "latency" : mode()}.` : "A tolerance lies in [0, 1).";
   if (!valid) return;
   page.plan = allocated(mode(), value);
   show();
@@ -120,18 +134,20 @@ function showTable(plan) {
   const totals = [page.original.params, plan.totals.params, page.original.flops, plan.totals.flops];
   const outside = ["outside all spaces", "", "", "", "", ...totals.map((total, i) => counted(total - inside[i]))];
   const all = ["Total", "", counted(page.original.units), counted(plan.totals.units), percent(plan.totals.units / page.original.units), ...totals.map(counted)];
-  const more = Object.keys(plan.totals).filter((metric) => !METRICS.includes(metric)); // such as a predicted latency
-  const extra = more.map((metric) => [`${metric} (predicted)`, "", page.original[metric], plan.totals[metric], percent(plan.totals[metric] / page.original[metric]), "", "", "", ""]);
+  const more = Object.keys(plan.totals).filter((metric) => !METRICS.includes(metric)); // bytes, experts, a predicted latency
+  const extra = more.map((metric) => [metric, "", ...[page.original, plan.totals].map((from) => amount(metric, from[metric])), percent(shareOf(metric, plan.totals[metric])), "", "", "", ""]);
   $("table").tFoot.replaceChildren(...[outside, all, ...extra].map((cells) => rowOf(cells)));
 }
 
+const amount = (metric, value) => (metric === LATENCY ? `${Number(value.toPrecision(3))} ms` : counted(value));
+
 function showTiles(plan) {
-  for (const metric of METRICS) {
-    const output = $(`kept-${metric}`);
-    output.textContent = percent(plan.totals[metric] / Math.max(page.original[metric], 1));
-    output.dataset.value = plan.totals[metric];
-    output.title = `${counted(plan.totals[metric])} of ${counted(page.original[metric])}`;
-    output.nextElementSibling.textContent = `${short(plan.totals[metric])} of ${short(page.original[metric])}`;
+  for (const metric of SHOWN) {
+    const output = $(`kept-${metric}`), [kept, all] = [plan.totals[metric], page.original[metric]];
+    output.textContent = percent(shareOf(metric, kept));
+    output.dataset.value = kept;
+    output.title = `${amount(metric, kept)} of ${amount(metric, all)}`;
+    output.nextElementSibling.textContent = metric === LATENCY ? output.title : `${short(kept)} of ${short(all)}`;
   }
   $("kept-alpha").textContent = plan.alpha === null ? "–" : Number(plan.alpha.toPrecision(3));
   $("kept-alpha").dataset.value = plan.alpha;
@@ -197,7 +213,7 @@ function setTheme(chosen) {
 }
 
 function start() {
-  const has = { scores: scored, stability: data.stability && data.stability.flat().some((value) => value !== null), measured: Object.keys(data.measured).length, "left-out": Object.keys(data.spaces.left_out).length };
+  const has = { scores: scored, latency: data.latency, stability: data.stability && data.stability.flat().some((value) => value !== null), measured: Object.keys(data.measured).length, "left-out": Object.keys(data.spaces.left_out).length };
   document.querySelectorAll("[data-needs]").forEach((element) => has[element.dataset.needs] || element.remove());
 
   const { samples, removal, protection } = data.signals;

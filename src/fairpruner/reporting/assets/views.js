@@ -87,21 +87,21 @@ function toleranceView(page) {
   let plan = page.plan;
   const shares = (dial) => {
     const totals = grid.map((alpha) => page.costs.totals(dial.depths(dial.stepAt(alpha))));
-    return METRICS.map((metric) => totals.map((kept) => kept[metric] / Math.max(page.original[metric], 1)));
+    return SHOWN.map((metric) => totals.map((kept) => kept[metric] / (page.original[metric] || 1)));
   };
   const stepped = uPlot.paths.stepped({ align: 1 });
   const line = (name, dash) => ({ stroke: () => colour(name), width: 2, dash, paths: stepped, points: { show: false } });
   let dial = page.dial;
   const view = chart("tolerance", {
     data: [grid, ...shares(dial)],
-    series: [line("a"), line("c", [8, 4]), line("b", [2, 3])],
+    series: [line("a"), line("c", [8, 4]), line("b", [2, 3]), line("soft")].slice(0, SHOWN.length),
     scales: { y: { range: [0, 1] } },
     axes: [below("tolerance"), share({ label: "kept" })],
     draw: [(pen) => plan.alpha !== null && pen.line([plan.alpha, plan.alpha], [0, 1], "soft", { width: 1, dash: [3, 3] })],
     pointed: (i) => {
-      const at = (values) => METRICS.map((metric, k) => `${metric} ${percent(values[k])}`).join(", ");
+      const at = (values) => SHOWN.map((metric, k) => `${metric === LATENCY ? "latency" : metric} ${percent(values[k])}`).join(", ");
       if (i !== null) return `Tolerance ${grid[i]}: keeps ${at(view.u.data.slice(1).map((values) => values[i]))}`;
-      return `Chosen: keeps ${at(METRICS.map((metric) => plan.totals[metric] / Math.max(page.original[metric], 1)))}`;
+      return `Chosen: keeps ${at(SHOWN.map((metric) => plan.totals[metric] / (page.original[metric] || 1)))}`;
     },
   });
   return (chosen) => {

@@ -1,0 +1,203 @@
+"""Signals for routed experts on a trained tiny Qwen2-MoE: what scoring costs, and how many calibration tokens its ranks need.
+
+    pip install transformers
+    python benchmarks/routing.py --shared ../shared --tokens 0          # the cost, about a minute
+    python benchmarks/routing.py --shared ../shared --tokens 512000     # the noise, about 10 minutes on one core
+    python benchmarks/routing.py --table                                # both as in docs/signals.md
+
+Cost: one call of `score` with five signals against a plain forward of the same tokens with the fastest experts that
+transformers has, in interleaved rounds, medians.
+Noise: sums of single batches of training text, as it comes or equally much of each of its 10 domains, are recorded once
+and added up to disjoint draws of any number of tokens. Between two draws of one size, the ranks of each block's 60 experts are
+correlated (Spearman); shown is the mean over pairs of draws and blocks, and the lowest block. The perplexity is that of the
+24 windows of 1,024 tokens, spread over the validation text, when the 30 lowest experts of every block are removed, over the draws.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import lzma
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torchvision_shim  # noqa: F401 (transformers imports torchvision)
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fairpruner as fp
+from fairpruner.diagnostics import spearman
+from fairpruner.hugging_face import pretrained
+from fairpruner.signals import Meter, Reading, Signal, Step, Task
+from fairpruner.types import Kind, Spaces
+
+RESULTS = Path(__file__).parent / "results" / "routing.json"
+REMOVAL = ("soft_activation", "soft_activation_all", "frequency", "reap")
+LENGTH, WINDOWS, DOMAINS = 256, 20, 10  # tokens of a window, windows of a batch, kinds of text
+ROUNDS, TIMED = 5, 4  # of the cost, and batches in each
+SIZES = (2, 5, 10, 20, 50, 100)  # batches of a draw
+DRAWS = 5  # of one size at most
+CUT = ("soft_activation", "reap")  # whose lowest experts are removed
+
+Sums = Mapping[str, Mapping[str, Tensor]]  # block -> quantity -> [E]
+
+
+class Recorder(Signal):
+    """Keeps what every batch sums up to, so that draws of any size can be added up afterwards."""
+
+    name = "recorder"
+    kinds: ClassVar[frozenset[Kind]] = frozenset({"expert"})
+    needs = frozenset({"routing", "routed_gradients"})
+
+    def __init__(self) -> None:
+        self.batches: list[Sums] = []
+
+    def start(self, task: Task) -> Meter:
+        return _RecorderMeter(self.batches, task.spaces)
+
+
+class _RecorderMeter(Meter):
+    def __init__(self, batches: list[Sums], spaces: Spaces) -> None:
+        self._batches, self._spaces = batches, spaces
+
+    def see_routing(self, tallies: Sums, step: Step) -> None:
+        self._batches.append(tallies)
+
+    def read(self) -> Reading:
+        return Reading({space.name: np.zeros(space.size) for space in self._spaces})
+
+
+def read_tokens(shared: Path, name: str) -> Tensor:
+    raw = lzma.decompress((shared / "data" / "text" / f"{name}.bin.xz").read_bytes())
+    return torch.from_numpy(np.frombuffer(raw, np.uint8 if "domains" in name else np.uint16).astype(np.int64))
+
+
+def draw(shared: Path, batches: int, even: bool) -> list[dict[str, Tensor]]:
+    """Batches of windows of the training tokens, no window twice: as they come, or equally many from each domain."""
+    tokens, domains = (read_tokens(shared, f"moe_{what}_train") for what in ("tokens", "domains"))
+    count = len(tokens) // LENGTH
+    windows, of = tokens[: count * LENGTH].view(count, LENGTH), domains[: count * LENGTH].view(count, LENGTH)
+    shuffled = torch.randperm(count, generator=torch.Generator().manual_seed(0))
+    if even:
+        pure = (of == of[:, :1]).all(1)
+        own = [shuffled[(pure & (of[:, 0] == domain))[shuffled]][: batches * WINDOWS // DOMAINS] for domain in range(DOMAINS)]
+        shuffled = torch.stack(own, 1).flatten()  # a window of each domain in turn
+    return [{"input_ids": windows[row]} for row in shuffled[: batches * WINDOWS].view(batches, WINDOWS)]
+
+
+def cost(model: nn.Module, spaces: Spaces, data: Sequence[dict[str, Tensor]]) -> dict[str, Any]:
+    def plain() -> None:
+        with torch.no_grad():
+            for batch in data:
+                model(**batch)
+
+    def scored() -> None:
+        fp.score(model, data, spaces=spaces, removal=REMOVAL, protection="routed_taylor")
+
+    seconds: dict[str, list[float]] = {"forward": [], "score": []}
+    for _ in range(ROUNDS + 1):
+        for name, run in (("forward", plain), ("score", scored)):
+            start = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - start)
+    medians = {name: statistics.median(times[1:]) for name, times in seconds.items()}  # the first round warms up
+    print(medians, flush=True)
+    tokens = sum(batch["input_ids"].numel() for batch in data)
+    return {
+        "tokens": tokens,
+        "threads": torch.get_num_threads(),
+        **{k: round(v, 3) for k, v in medians.items()},
+        "ratio": round(medians["score"] / medians["forward"], 2),
+    }
+
+
+def signals_of(batches: Sequence[Sums]) -> dict[str, dict[str, np.ndarray]]:
+    """signal -> block -> [E], from the sums of some batches."""
+    blocks = list(batches[0])
+    total = {block: {quantity: sum(b[block][quantity] for b in batches).numpy() for quantity in batches[0][block]} for block in blocks}
+    return {
+        "soft_activation": {block: t["weight"] for block, t in total.items()},
+        "reap": {block: t["output"] / np.maximum(t["selected"], 1) for block, t in total.items()},
+        "routed_taylor": {block: np.abs(t["weighted_term"]) for block, t in total.items()},
+    }
+
+
+def perplexity(model: nn.Module, windows: Tensor) -> float:
+    with torch.no_grad():
+        losses = [F.cross_entropy(model(input_ids=w[None]).logits[0, :-1], w[1:]) for w in windows]
+    return float(torch.stack(losses).mean().exp())
+
+
+def noise(model: nn.Module, spaces: Spaces, batches: Sequence[Sums], windows: Tensor) -> list[dict[str, Any]]:
+    rows = []
+    for size in (size for size in SIZES if 2 * size <= len(batches)):
+        draws = [signals_of(batches[start : start + size]) for start in range(0, len(batches) - size + 1, size)][:DRAWS]
+        row: dict[str, Any] = {"tokens": size * WINDOWS * LENGTH, "draws": len(draws)}
+        for signal in draws[0]:
+            pairs = [[spearman(a[signal][s.name], b[signal][s.name]) or 0.0 for s in spaces] for a, b in itertools.combinations(draws, 2)]
+            by_block = np.mean(pairs, axis=0)
+            row[signal] = {"mean": round(float(by_block.mean()), 3), "lowest block": round(float(by_block.min()), 3)}
+        for signal in CUT:
+            found = []
+            for scores in (one[signal] for one in draws):
+                removed = {s.name: np.argsort(scores[s.name], kind="stable")[: s.size // 2].tolist() for s in spaces}
+                found.append(perplexity(fp.cut(model, fp.Plan.removing(spaces, removed)), windows))
+            row[signal]["perplexity"] = [round(value, 1) for value in found]
+        rows.append(row)
+        print(row, flush=True)
+    return rows
+
+
+def measure(shared: Path, tokens: int) -> dict[str, Any]:
+    model = pretrained(str(shared / "weights" / "tiny_qwen2moe")).float()
+    count = tokens // (WINDOWS * LENGTH)
+    data = draw(shared, TIMED, even=False)
+    spaces = fp.discover(model, {"input_ids": data[0]["input_ids"][:1]}, kinds=["expert"])
+    if not count:
+        return {"cost": cost(model, spaces, data)}
+    windows = read_tokens(shared, "moe_tokens_val")[: 288 * 1024].view(288, 1024)[::12]
+    found: dict[str, Any] = {"tokens": count * WINDOWS * LENGTH, "perplexity": round(perplexity(model, windows), 2)}
+    for even in (False, True):
+        recorder = Recorder()
+        fp.score(model, draw(shared, count, even), spaces=spaces, removal=recorder, protection="routed_taylor")
+        found["even over domains" if even else "as the text comes"] = noise(model, spaces, recorder.batches, windows)
+    return {"noise": found}
+
+
+def table(results: Mapping[str, Any]) -> str:
+    """The cost in a sentence, and rank stability and perplexity by the number of tokens as Markdown."""
+    lines = [f"Scoring took {results['cost']['ratio']} times a plain forward of the same tokens.", ""] if "cost" in results else []
+    for title in ("as the text comes", "even over domains"):
+        lines += ["", f"| tokens, {title} | soft_activation | reap | routed_taylor | perplexity, soft_activation | perplexity, reap |", "|---" * 6 + "|"]
+        for row in results.get("noise", {}).get(title, []):
+            ranks = (f"{row[signal]['mean']:.2f} ({row[signal]['lowest block']:.2f})" for signal in ("soft_activation", "reap", "routed_taylor"))
+            spread = (f"{min(row[signal]['perplexity'])} to {max(row[signal]['perplexity'])}" for signal in CUT)
+            lines.append(f"| {row['tokens']:,} | {' | '.join((*ranks, *spread))} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shared", type=Path, default=Path("../shared"), help="folder with data/text and weights/tiny_qwen2moe")
+    parser.add_argument("--tokens", type=int, default=0, help="calibration tokens to record for the noise; 0 measures the cost")
+    parser.add_argument("--table", action="store_true", help="print the tables of the results that are there")
+    options = parser.parse_args()
+    before = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    if not options.table:
+        found = measure(options.shared, options.tokens)
+        before |= {part: {"command": shlex.join(["python", *sys.argv]), **result} for part, result in found.items()}
+        RESULTS.parent.mkdir(parents=True, exist_ok=True)
+        RESULTS.write_text(json.dumps(before, indent=2) + "\n", encoding="utf-8")
+    print(table(before))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""Prune the routed experts of a Mixture-of-Experts language model to half, with no training, and compare perplexities.
+
+python examples/moe.py MODEL TEXTS.jsonl HELD_OUT.txt [SHARE]
+
+MODEL: a folder or hub name; TEXTS: rows with a column "text" to calibrate on; HELD_OUT: other text to judge by; SHARE of experts to keep.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import fairpruner as fp
+from fairpruner.datasets import Sampling
+from fairpruner.evaluation import check_text_unseen, perplexity, read_tokens
+from fairpruner.hugging_face import pretrained, tokenizer_of
+from fairpruner.text import Columns, load_text
+
+LENGTH = 256  # tokens of a calibration text, and of a window of the held-out one
+
+
+def main(place: str, texts: str, held_out: str, share: str = "0.5") -> None:
+    check_text_unseen(held_out, texts)
+    model, tokenizer = pretrained(place).float(), tokenizer_of(place)
+    judge = read_tokens(held_out, tokenizer)
+    print("full:", perplexity(model, judge, length=LENGTH))
+
+    scores = fp.score(model, load_text(texts, tokenizer, Sampling(batch_size=8), Columns(length=LENGTH))).only(["expert"])
+    for rule in ("uniform", "tod"):
+        plan = fp.allocate(scores, keep=fp.Budget("experts", float(share)), rule=rule, exact=True)
+        small = fp.cut(model, plan)
+        kept = [space.size - plan.depths[space.name] for space in plan.spaces]
+        print(f"{rule}:", perplexity(small, judge, length=LENGTH), "with", plan.predicted["experts"], "experts:", kept)
+        if not Path(f"pruned-{rule}").exists():
+            fp.save(small, plan, f"pruned-{rule}", build=f"hf:{place}")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 3:
+        main(*sys.argv[1:5])
+    else:
+        print(__doc__)

@@ -1,0 +1,57 @@
+"""Spaces of routed experts: every tensor and attribute that has one entry for each expert of a block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from torch import Tensor, nn
+
+from ..experts import SIZES, ExpertBlock, is_route
+from ..types import Count, Role, Slice, UnitSpace
+
+
+def expert_space(model: nn.Module, block: ExpertBlock) -> UnitSpace:
+    """The block's experts as units: their weights, and the rows, biases and scales by which they are routed."""
+    owner = np.arange(block.size)
+    slices = [Slice(tensor, dim, owner, role) for tensor, dim, role in (*_weights(model, block), *_routes(model, block))]
+    counts = [Count(path, name, owner) for path in _modules(model, block) for name in SIZES if vars(model.get_submodule(path)).get(name) == block.size]
+    return UnitSpace(block.name, "expert", block.size, tuple(slices), tuple(counts), block.min_keep, block.groups)
+
+
+def _weights(model: nn.Module, block: ExpertBlock) -> Iterator[tuple[str, int, Role]]:
+    experts = model.get_submodule(block.experts)
+    if isinstance(experts, nn.ModuleList):
+        yield block.experts, 0, "carry"
+        return
+    for name, tensor in (*experts.named_parameters(recurse=False), *experts.named_buffers(recurse=False)):
+        if tensor.ndim and tensor.shape[0] == block.size:
+            yield f"{block.experts}.{name}", 0, "write" if tensor.ndim == 3 else "carry"
+
+
+def _routes(model: nn.Module, block: ExpertBlock) -> Iterator[tuple[str, int, Role]]:
+    """The router's rows, and what lies beside them with one number for each expert."""
+    rows = {p.shape for p in model.get_submodule(block.router).parameters(recurse=False) if is_route(p, block.size)}
+    for name, tensor in _beside(model, block):
+        if tensor.shape in rows:
+            yield name, tensor.shape.index(block.size), "route"
+        elif tensor.numel() == block.size and block.size in tensor.shape:
+            yield name, tensor.shape.index(block.size), "route" if "bias" in name.rpartition(".")[2] else "carry"
+
+
+def _beside(model: nn.Module, block: ExpertBlock) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers of the router as a whole, and of the block itself."""
+    for path in _modules(model, block):
+        module = model.get_submodule(path)
+        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)) if path != block.experts else ():
+            yield f"{path}.{name}" if path else name, tensor
+
+
+def _modules(model: nn.Module, block: ExpertBlock) -> Iterator[str]:
+    """The paths of the block, its experts, and all of the child that holds the router."""
+    above = block.experts.rpartition(".")[0]
+    yield from (above, block.experts)
+    if block.router != above:
+        child = block.router.removeprefix(f"{above}.").partition(".")[0]
+        root = f"{above}.{child}" if above else child
+        yield from (f"{root}.{path}" if path else root for path, _ in model.get_submodule(root).named_modules())

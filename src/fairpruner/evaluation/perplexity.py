@@ -1,0 +1,66 @@
+"""Perplexity on any text, exactly defined: over consecutive windows that know nothing of each other."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..calling import evaluating
+from ..errors import FairprunerError
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """exp of the mean negative log-likelihood over all predicted tokens."""
+
+    value: float
+    tokens: int  # predicted: all but the first of each window
+    windows: int
+    length: int
+
+    def __str__(self) -> str:
+        return f"perplexity {self.value:.3f} over {self.tokens:,} tokens in {self.windows:,} windows of {self.length}"
+
+
+def read_tokens(path: str | Path, tokenizer: Any) -> Tensor:
+    """The whole text of a file as tokens, [T], with nothing added."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise FairprunerError(f"Text {path} cannot be read: {error}.") from error
+    return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.long)
+
+
+@torch.no_grad()
+def perplexity(model: nn.Module, tokens: Tensor, *, length: int = 512, batch_size: int = 8) -> Perplexity:
+    """exp(sum of -log p / number of predicted tokens) for tokens [T], cut into windows of `length`; the last may be shorter.
+
+    Each window stands alone: its first token is given, every other one is predicted from those before it in the window.
+
+    >>> class Even(nn.Module):
+    ...     def forward(self, input_ids): return torch.zeros(*input_ids.shape, 10)
+    >>> print(perplexity(Even(), torch.arange(7), length=4))
+    perplexity 10.000 over 5 tokens in 2 windows of 4
+    """
+    limit = getattr(getattr(model, "config", None), "max_position_embeddings", None) or math.inf
+    if not 2 <= length <= limit:
+        raise FairprunerError(f"length is {length}, expected from 2 tokens to the {limit} positions of the model.")
+    windows = [window for window in tokens.split(length) if window.numel() > 1]
+    if not windows:
+        raise FairprunerError(f"The text has {tokens.numel()} tokens, expected at least 2.")
+    device = next((p.device for p in model.parameters()), tokens.device)
+    total, predicted = 0.0, 0
+    with evaluating(model):
+        whole = [w for w in windows if w.numel() == length]
+        batches = [torch.stack(whole[i : i + batch_size]) for i in range(0, len(whole), batch_size)] + [w[None] for w in windows[len(whole) :]]
+        for batch in batches:  # [n, length]
+            output = model(input_ids=batch.to(device))
+            logits = getattr(output, "logits", output)[:, :-1].double()  # [n, length - 1, vocabulary]
+            total += float(nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten().to(device), reduction="sum"))
+            predicted += batch.shape[0] * (batch.shape[1] - 1)
+    return Perplexity(math.exp(total / predicted), predicted, len(windows), length)

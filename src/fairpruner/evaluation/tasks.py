@@ -1,0 +1,133 @@
+"""The paper's two tasks, zero-shot: how an item is asked, and how the answer is read out of what the model writes.
+
+The paper gives no prompt, so these are plain ones, written out in docs/moe.md. What cannot be read counts as wrong.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import FairprunerError, unknown
+from ..text import Row, read_rows
+
+LETTERS = "ABCDEFGHIJ"
+
+
+@dataclass(frozen=True)
+class Task:
+    """One task: its items are rows with these columns, evaluated on this split (calibration takes another)."""
+
+    name: str
+    split: str
+    columns: tuple[str, ...]
+    texts: tuple[str, ...]  # the columns that tell one item from another
+    prompt: Callable[[Row], str]
+    answer: Callable[[Row], str]
+    parse: Callable[[str, Row], str | None]  # None: no answer can be read
+    category: Callable[[Row], str] | None = None
+    new_tokens: int = 32  # that the model may write
+
+    def read(self, path: Path) -> list[Row]:
+        """The items of a file, checked."""
+        rows = read_rows(path)
+        for number, row in enumerate(rows, start=1):
+            missing = [column for column in self.columns if column not in row]
+            if missing:
+                raise FairprunerError(f"Item {number} of {path} has no {missing[0]!r}, expected the columns {', '.join(self.columns)} of {self.name}.")
+            try:
+                self.answer(row)
+            except (ValueError, TypeError, IndexError) as error:
+                raise FairprunerError(f"Item {number} of {path} has an answer that makes no sense for {self.name}: {error}.") from error
+        return rows
+
+
+def _ask_wic(row: Row) -> str:
+    return (
+        f'Does the word "{row["word"]}" have the same meaning in these two sentences?\n'
+        f"Sentence 1: {row['sentence1']}\nSentence 2: {row['sentence2']}\n"
+        'Answer with "yes" or "no".\nAnswer:'
+    )
+
+
+def _answer_wic(row: Row) -> str:
+    if row["label"] not in (0, 1):
+        raise ValueError(f"the label is {row['label']!r}, expected true or false")
+    return "yes" if row["label"] else "no"
+
+
+def parse_yes_or_no(text: str, row: Row) -> str | None:
+    """The first "yes" or "no" that stands as a word.
+
+    >>> parse_yes_or_no(" No, they differ.", {})
+    'no'
+    """
+    found = re.search(r"\b(yes|no)\b", text, re.IGNORECASE)
+    return found.group(1).lower() if found else None
+
+
+def _ask_mmlu_pro(row: Row) -> str:
+    options = "\n".join(f"{letter}. {option}" for letter, option in zip(LETTERS, row["options"], strict=False))
+    return f"{row['question']}\n{options}\nAnswer with the letter of the one correct option.\nAnswer:"
+
+
+def _answer_mmlu_pro(row: Row) -> str:
+    letter = LETTERS[int(row["answer_index"])]
+    if row["answer"] != letter or not 0 <= row["answer_index"] < len(row["options"]) <= len(LETTERS):
+        raise ValueError(f"the answer is {row['answer']!r} with index {row['answer_index']} of {len(row['options'])} options")
+    return letter
+
+
+# From the most to the least explicit: a bare letter elsewhere may be the word "A" or "I".
+LETTER_PATTERNS = (r"answer is:?\s*\(?([A-J])\b", r"^\W*([A-J])(?=\s*$|\s*[.):,\n])", r"\(([A-J])\)")
+
+
+def parse_letter(text: str, row: Row) -> str | None:
+    """The letter of an option: after "answer is", at the beginning, or in brackets.
+
+    >>> parse_letter(" The answer is (C).", {"options": ["x"] * 4}), parse_letter("A question of taste", {"options": ["x"] * 4})
+    ('C', None)
+    """
+    allowed = LETTERS[: len(row["options"])]
+    for pattern in LETTER_PATTERNS:
+        found = re.search(pattern, text)
+        if found:
+            return found.group(1) if found.group(1) in allowed else None
+    return None
+
+
+TASKS: dict[str, Task] = {
+    "wic": Task("wic", "validation", ("word", "sentence1", "sentence2", "label"), ("sentence1", "sentence2"), _ask_wic, _answer_wic, parse_yes_or_no),
+    "mmlu_pro": Task(
+        "mmlu_pro",
+        "test",
+        ("question", "options", "answer", "answer_index", "category"),
+        ("question",),
+        _ask_mmlu_pro,
+        _answer_mmlu_pro,
+        parse_letter,
+        category=lambda row: str(row["category"]),
+    ),
+}
+
+
+def find_files(tasks: Sequence[str], data: str | Path) -> dict[str, Path]:
+    """The file of every task: named outright in "wic=file,mmlu_pro=file", or NAME_SPLIT.* in a folder, such as wic_validation.jsonl."""
+    for name in tasks:
+        if name not in TASKS:
+            raise unknown("task", name, TASKS)
+    folder = Path(data)
+    if folder.is_dir():
+        found = {name: sorted(folder.glob(f"{name}_{TASKS[name].split}.*")) for name in tasks}
+        given = {name: files[0] for name, files in found.items() if files}
+    else:
+        pairs = [part.partition("=") for part in str(data).split(",")]
+        given = {name.strip(): Path(path.strip()) for name, equals, path in pairs if equals}
+    for name in tasks:
+        if name not in given:
+            raise FairprunerError(
+                f"No data for task {name} in {data}: expected a folder with {name}_{TASKS[name].split}.jsonl (.jsonl.xz, .csv, .parquet), or {name}=FILE."
+            )
+    return {name: given[name] for name in tasks}

@@ -1,0 +1,146 @@
+"""Blocks of routed experts in a model: found by their tensors and attributes, whatever the model is called.
+
+Experts are what an attribute called so holds, in one of two forms. *Fused*: a module with parameters [E, …]. *Listed*: an
+`nn.ModuleList` of E modules alike. Beside them lies a router with one row for each expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+# What modules and their configurations call the number of experts, how many of them a token uses, and the groups of a router.
+SIZES = ("num_experts", "n_experts", "n_routed_experts", "num_routed_experts", "num_local_experts", "moe_num_experts", "num_total_experts")
+TOP_K = ("num_experts_per_tok", "top_k_experts", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k")
+OWN_TOP_K = ("top_k", "topk", "k")  # of a module alone: in a configuration top_k is a setting of text generation
+GROUPS = ("num_group", "n_group", "num_expert_group")
+CHOSEN_GROUPS = ("topk_group", "top_k_group")
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertBlock:
+    """One block of routed experts: E of them, of which every token uses `top_k`."""
+
+    name: str  # path of the block; also the name of its space
+    router: str  # path of the module that holds the router's rows, which may be the block itself
+    experts: str  # path of the fused experts, or of their nn.ModuleList
+    size: int  # E
+    top_k: int
+    groups: int  # router groups, consecutive and equally long; 1 if there are none
+    min_keep: int  # fewer experts could not serve every token
+
+
+def expert_blocks(model: nn.Module) -> tuple[ExpertBlock, ...]:
+    """Every block of routed experts whose parts are all found, in the model's order.
+
+    >>> class Block(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.top_k, self.gate = 2, nn.Linear(4, 6)
+    ...         self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(6))
+    >>> [(b.name, b.router, b.experts, b.size, b.top_k) for b in expert_blocks(nn.Sequential(Block()))]
+    [('0', '0.gate', '0.experts', 6, 2)]
+    """
+    return tuple(found for found in _examined(model).values() if isinstance(found, ExpertBlock))
+
+
+def unsupported_experts(model: nn.Module) -> dict[str, str]:
+    """Path -> reason for what looks like routed experts and is no block that can be cut."""
+    return {path: found for path, found in _examined(model).items() if isinstance(found, str)}
+
+
+@contextmanager
+def plain_experts(model: nn.Module) -> Iterator[None]:
+    """Inside, transformers models run their experts one by one: the form that can be traced, runs in float64 and is counted right."""
+    configs: list[Any] = [config for module in model.modules() if hasattr(config := getattr(module, "config", None), "_experts_implementation")]
+    before = [(config, config._experts_implementation) for config in {id(config): config for config in configs}.values()]
+    try:
+        for config, _ in before:
+            config._experts_implementation = "eager"
+        yield
+    finally:
+        for config, implementation in before:
+            config._experts_implementation = implementation
+
+
+def _examined(model: nn.Module) -> dict[str, ExpertBlock | str]:
+    """The path of every module that holds experts and their router, with the block it is or the reason why it is none."""
+    modules = dict(model.named_modules())
+    found: dict[str, ExpertBlock | str] = {}
+    for path, module in modules.items():
+        parent, _, attribute = path.rpartition(".")
+        size = (_listed(module) or _fused(module)) if "expert" in attribute.lower() else 0
+        router = _router(modules[parent], module, size) if size else None
+        if router is not None:
+            found[parent or path] = _block(modules, path, ".".join(part for part in (parent, router) if part), size)
+    # Whatever else tells a number of experts.
+    telling = {path.rpartition(".")[0] for path, module in modules.items() if any(type(vars(module).get(name)) is int for name in SIZES)} - {""}
+    for path in sorted(telling):
+        if not any(other == path or other.startswith(f"{path}.") or path.startswith(f"{other}.") for other in (*found, *(telling - {path}))):
+            found[path] = "its experts are neither parameters [experts, …] of one module nor an nn.ModuleList, beside a router with a row for each"
+    return found
+
+
+def _listed(module: nn.Module) -> int:
+    """How many modules alike a list holds."""
+    if not isinstance(module, nn.ModuleList) or len(module) < 2:
+        return 0
+    shapes = [[(name, tuple(p.shape)) for name, p in child.named_parameters()] for child in module]
+    return len(module) if shapes[0] and all(other == shapes[0] for other in shapes) else 0
+
+
+def _fused(module: nn.Module) -> int:
+    """How many experts a module holds in parameters [E, …]: at least two of them are stacks of matrices."""
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return 0
+    parameters = list(module.parameters(recurse=False))
+    lengths = {p.shape[0] for p in parameters if p.ndim}
+    return lengths.pop() if sum(p.ndim == 3 for p in parameters) >= 2 and len(lengths) == 1 else 0
+
+
+def is_route(tensor: Tensor, size: int) -> bool:
+    """Whether a tensor may be a router's: a matrix with one row, or one column, for each expert."""
+    return tensor.ndim == 2 and size in tensor.shape and tensor.numel() > size
+
+
+def _router(block: nn.Module, experts: nn.Module, size: int) -> str | None:
+    """The path below the block of the module that holds a matrix with one row, or one column, for each expert."""
+    inside = {id(m) for m in experts.modules()}
+    holders = {
+        path: module for path, module in block.named_modules() if id(module) not in inside and any(is_route(p, size) for p in module.parameters(recurse=False))
+    }
+    named = [path for path in holders if any(word in path.lower() for word in ("router", "gate", "switch")) and "shared" not in path.lower()]
+    return next(reversed(named or list(holders)), None)  # a router of several layers ends with the rows
+
+
+def _block(modules: dict[str, nn.Module], experts: str, router: str, size: int) -> ExpertBlock | str:
+    name = experts.rpartition(".")[0]
+    near = [modules[path] for path in (*_upwards(router, name), experts)]
+    configs = [getattr(module, "config", None) for module in near]
+    top_k = _attribute(near, OWN_TOP_K + TOP_K) or _attribute(configs, TOP_K)
+    if top_k is None or not 1 <= top_k <= size:
+        return f"no attribute of its modules or configuration, such as top_k, says how many of its {size} experts a token uses"
+    groups = _attribute([*near, *configs], GROUPS) or 1
+    if size % groups:
+        return f"its {size} experts do not divide into {groups} router groups"
+    # A group is ranked by its two best experts; the groups that are chosen must hold top_k together.
+    per_group = max(2, -(-top_k // (_attribute([*near, *configs], CHOSEN_GROUPS) or 1))) if groups > 1 else 1
+    return ExpertBlock(name or experts, router, experts, size, top_k, groups, min(size, max(top_k, groups * per_group)))
+
+
+def _upwards(path: str, top: str) -> Iterator[str]:
+    """A module's path and those above it, up to `top`."""
+    while path != top:
+        yield path
+        path = path.rpartition(".")[0]
+    yield top
+
+
+def _attribute(holders: Sequence[object], names: tuple[str, ...]) -> int | None:
+    """The first whole number that one of the holders has under one of the names."""
+    values = (getattr(holder, name, None) for holder in holders for name in names)
+    return next((value for value in values if type(value) is int), None)

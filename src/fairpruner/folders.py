@@ -1,0 +1,189 @@
+"""A pruned model on disk: one folder with its plan, its tensors, its numbers and a README.md that says how to load it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from .checkpoint_layout import as_in_files
+from .costs import count_params
+from .encoding import Json, digest, plan_to_json, readable
+from .errors import FairprunerError
+from .hugging_face import is_model, is_source, pretrained
+from .pretrained_files import CONFIG, PRETRAINED_FILES, write_pretrained_files
+from .shards import INDEX, SHARD, parse_size, shard_files, write_shards
+from .sources import factory_of
+from .storage import MODEL, PLAN, REPORT, VERSION, load_plan, read_tensors, write_plan, write_tensors, written_whole
+from .surgery import cut, kept_indices
+from .types import METRICS, Plan
+
+README = "README.md"
+SHARD_SIZE = "5GB"
+
+
+def save(small: nn.Module, plan: Plan, folder: str | Path, *, build: str | None = None, max_shard_size: str | int = SHARD_SIZE) -> None:
+    """Write a cut model to a new folder: plan.json, model.safetensors, report.json and a README.md that says how to load it.
+
+    `build` is the source of the original architecture ("timm:resnet18"), for that README. A model of Hugging Face gets all that
+    `transformers` reads, its tensors in files of at most `max_shard_size`, and, if `build` is its "hf:" source, its tokenizer.
+
+    >>> import fairpruner as fp, tempfile
+    >>> def build(): return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> model = build()
+    >>> plan = fp.Plan.removing(fp.discover(model, torch.zeros(1, 4)), {"0": (1, 5)})
+    >>> small = fp.cut(model, plan)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     fp.save(small, plan, folder)
+    ...     again = fp.load(folder, build=build)
+    >>> torch.equal(again[0].weight, small[0].weight)
+    True
+    """
+    _check_is_cut(small, plan)
+    state = _state(small)
+    with new_folder(folder) as temporary:
+        write_papers(small, plan, temporary, build)
+        if is_model(small):
+            write_shards(temporary, _storable(as_in_files(small, state)).items(), seal(plan), parse_size(max_shard_size))
+        else:
+            write_tensors(temporary / MODEL, "model", seal(plan), _storable(state))
+
+
+def load(folder: str | Path, build: Callable[[], nn.Module] | str | None = None) -> nn.Module:
+    """Rebuild a saved model, bit for bit and in eval mode: build the original architecture, cut it, fill in the saved tensors.
+
+    `build` is a function or a source string; its weights do not matter. A model of Hugging Face can do without: its
+    configuration lies in the folder. Non-persistent buffers and requires_grad come from what is built, dtypes from the file.
+    See `save` for an example.
+    """
+    folder = Path(folder)
+    plan = load_plan(folder / PLAN)
+    files = shard_files(folder) or [folder / MODEL]
+    if (folder / CONFIG).is_file():
+        for file in files:
+            _read(file, plan, folder)
+        return pretrained(str(folder), None if build is None or (isinstance(build, str) and is_source(build)) else type(_built(build)))
+    if build is None:
+        raise FairprunerError(
+            f"Folder {folder} does not say how to build the original architecture: give build=, a function or a source such as 'timm:resnet18'."
+        )
+    small = cut(_built(build), plan)
+    _fill(small, _read(folder / MODEL, plan, folder), folder / MODEL)
+    return small.eval()
+
+
+def is_folder_file(name: str) -> bool:
+    """Whether a file of this name is one that `save` writes."""
+    return name in {PLAN, MODEL, REPORT, README, INDEX, *PRETRAINED_FILES} or SHARD.fullmatch(name) is not None
+
+
+@contextmanager
+def new_folder(folder: str | Path) -> Iterator[Path]:
+    """A place to write a folder to, which takes its name when all is written; one that holds something is refused."""
+    folder = Path(folder)
+    if folder.is_dir() and any(folder.iterdir()):
+        raise FairprunerError(f"Folder {folder} already exists and is not empty: choose another name, or remove it first.")
+    with written_whole(folder) as temporary:
+        temporary.mkdir()
+        yield temporary
+
+
+def write_papers(small: nn.Module, plan: Plan, folder: Path, build: str | None) -> None:
+    """Write all that a folder holds besides tensors; those of the model are not looked at, only their shapes."""
+    write_plan(plan, folder / PLAN)
+    (folder / REPORT).write_text(readable(_report(small, plan)) + "\n", encoding="utf-8")
+    served = write_pretrained_files(small, plan, folder, build) if is_model(small) else None
+    (folder / README).write_text(_readme(small, plan, build, served), encoding="utf-8")
+
+
+def seal(plan: Plan) -> Json:
+    """What ties the tensors of a folder to its plan."""
+    return {"plan": digest(plan_to_json(plan))}
+
+
+def _read(file: Path, plan: Plan, folder: Path) -> dict[str, torch.Tensor]:
+    content, tensors = read_tensors(file, "model")
+    if content.get("plan") != seal(plan)["plan"]:
+        raise FairprunerError(f"{PLAN} and {file.name} of folder {folder} do not belong together: restore the files that were saved at once.")
+    return tensors
+
+
+def _built(build: Callable[[], nn.Module] | str) -> nn.Module:
+    model = (factory_of(build) if isinstance(build, str) else build)()
+    if not isinstance(model, nn.Module):
+        raise FairprunerError(f"build returned a {type(model).__name__}, expected the original architecture as a torch.nn.Module.")
+    return model
+
+
+def _state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers by name; a shared one once, under its first name."""
+    kept = model.state_dict().keys()
+    extra = [name for name in kept if name.endswith("_extra_state")]
+    if extra:
+        raise FairprunerError(f"{type(model).__name__} keeps state that is no tensor ({', '.join(extra[:3])}), which cannot be saved without pickle.")
+    return {name: tensor for name, tensor in (*model.named_parameters(), *model.named_buffers()) if name in kept}
+
+
+def _storable(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors on the CPU, each with memory of its own, as safetensors wants them."""
+    memory: set[int] = set()
+    stored = {}
+    for name, tensor in state.items():
+        tensor = tensor.detach().cpu().contiguous()
+        pointer = tensor.untyped_storage().data_ptr()
+        stored[name] = tensor.clone() if pointer in memory else tensor
+        memory.add(pointer)
+    return stored
+
+
+def _fill(model: nn.Module, tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    state = _state(model)
+    wrong = sorted(state.keys() ^ tensors.keys()) or [name for name in state if state[name].shape != tensors[name].shape]
+    if wrong:
+        raise FairprunerError(f"{path} does not fit the plan's model in {len(wrong)} tensors ({', '.join(wrong[:3])}): build the architecture that was pruned.")
+    for name, target in state.items():
+        target.data = tensors[name].to(target.device)  # in place, so that what is tied stays tied
+
+
+def _check_is_cut(model: nn.Module, plan: Plan) -> None:
+    """Refuse to save a plan beside a model that it did not make."""
+    shapes = {name: list(tensor.shape) for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))}
+    shapes |= {name: [len(module)] for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}  # experts that go as modules
+    for name, by_dim in kept_indices(plan.spaces, plan.removed).items():
+        found = shapes.get(name)
+        for dim, kept in by_dim.items():
+            if found is None or len(found) <= dim or found[dim] != len(kept):
+                raise FairprunerError(
+                    f"The model to save is not the plan's: it has {name} of shape {found}, the plan keeps {len(kept)} along dim {dim}. Save what cut(model, plan) returned."
+                )
+
+
+def _report(small: nn.Module, plan: Plan) -> Json:
+    content = plan_to_json(plan)
+    spaces = [{"name": s.name, "kind": s.kind, "size": s.size, "kept": s.size - plan.depths[s.name]} for s in plan.spaces]
+    facts = {key: content[key] for key in ("rule", "alpha", "exact", "original", "predicted")}
+    return {"format": "fairpruner report", "version": VERSION, **facts, "measured": {"params": count_params(small)}, "spaces": spaces}
+
+
+def _readme(small: nn.Module, plan: Plan, build: str | None, served: str | None) -> str:
+    source = json.dumps(build) if build else "build_original  # a function that returns the original architecture, with any weights"
+    arguments = f", build={source}" if served is None else ""
+    rows = "\n".join(f"| {metric} | {plan.original[metric]:,} | {plan.predicted[metric]:,} | {plan.share(metric):.1%} |" for metric in METRICS)
+    return f"""# {type(small).__name__}, pruned with fairpruner
+
+| | original | kept | share |
+|---|---|---|---|
+{rows}
+
+FLOPs are multiply-accumulates. `{PLAN}` says which units went, `{MODEL}` holds what is left, `{REPORT}` the numbers above and those of each space.
+
+```python
+import fairpruner as fp
+
+model = fp.load("path/to/this/folder"{arguments})
+```
+{served or ""}"""

@@ -1,0 +1,89 @@
+"""A latency table: how long each operation of one model takes at any widths, on one machine, batch size and runtime.
+
+An operation's milliseconds are a fixed part and a part that follows its multiply-accumulates, where every width counts as
+its next multiple of `multiple`, as hardware computes it; widths that are no multiple may cost an extra share of that part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .errors import FairprunerError
+from .types import Factor, Floats, Ints, Spaces
+
+
+@dataclass(frozen=True)
+class TimedOp:
+    """Milliseconds of one operation and of all that follows until the next: fixed + share of work kept * (work, + uneven)."""
+
+    factors: tuple[int, ...]  # positions in LatencyTable.factors: the axes it multiplies
+    fixed: float
+    work: float
+    uneven: float  # besides `work`, where the length of an axis is no multiple
+
+
+@dataclass(frozen=True, eq=False)
+class LatencyTable:
+    """All operations of a model; saved as one JSON file, which serves every plan."""
+
+    factors: tuple[Factor, ...]
+    ops: tuple[TimedOp, ...]
+    multiple: int  # of widths: what the machine computes in one go
+    fingerprint: str  # of the model
+    setting: Mapping[str, Any] = field(default_factory=dict)  # batch size, threads, runtime, machine
+    trials: tuple[tuple[float, float], ...] = ()  # (measured, predicted) milliseconds of the cut models it was made from
+
+    def __post_init__(self) -> None:
+        if self.multiple < 1 or not self.ops:
+            raise FairprunerError(f"A latency table has operations and a multiple of at least 1, found {len(self.ops)} and {self.multiple}.")
+        for op in self.ops:
+            if min(op.fixed, op.work, op.uneven) < 0 or any(not 0 <= f < len(self.factors) for f in op.factors):
+                raise FairprunerError(f"A latency table's operations take no negative time and multiply axes of the table, found {op}.")
+
+    def milliseconds(self, lengths: Ints) -> Floats:
+        """Of plans that keep so much of each axis, [F, N] -> [N].
+
+        >>> table = LatencyTable((Factor(32, {}),), (TimedOp((0,), 1.0, 4.0, 1.0),), multiple=16, fingerprint="")
+        >>> table.milliseconds(np.array([[32, 20, 16, 3]])).tolist()
+        [5.0, 6.0, 3.0, 3.5]
+        """
+        sizes = np.array([factor.size for factor in self.factors], dtype=np.int64)
+        padded, whole = (-(-values // self.multiple) * self.multiple for values in (lengths, sizes))
+        ragged = lengths % self.multiple != 0
+        parts = np.zeros((len(self.ops), lengths.shape[1]))
+        for row, op in zip(parts, self.ops, strict=True):
+            axes = list(op.factors)
+            share = padded[axes].prod(axis=0) / whole[axes].prod()
+            row[:] = op.fixed + np.where(ragged[axes].any(axis=0), op.work + op.uneven, op.work) * share
+        total: Floats = np.cumsum(parts, axis=0)[-1]  # one after the other, as the report's page adds them
+        return total
+
+    @property
+    def misses(self) -> Floats:
+        """By which share predictions missed the models that the table was made from, [trials]."""
+        measured, predicted = np.array(self.trials).reshape(-1, 2).T
+        return predicted / measured - 1
+
+    def save(self, path: str | Path) -> None:
+        from .storage import save_latency
+
+        save_latency(self, path)
+
+    @staticmethod
+    def load(path: str | Path) -> LatencyTable:
+        from .storage import load_latency
+
+        return load_latency(path)
+
+
+def check_table(table: LatencyTable, spaces: Spaces) -> None:
+    """Refuse a table of another model."""
+    if table.fingerprint != spaces.fingerprint:
+        raise FairprunerError(
+            f"The latency table belongs to another model: it has the fingerprint {table.fingerprint}, expected {spaces.fingerprint}. Measure the model that was scored."
+        )

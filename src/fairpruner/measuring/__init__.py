@@ -1,0 +1,145 @@
+"""Measure: what a model costs for real, alone or beside the one it was cut from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..calling import call_checked, evaluating
+from ..costs import count_flops, count_params
+from ..errors import FairprunerError
+from .energy import energy_of
+from .generation import generates, prefill_and_decode
+from .memory import peak_gpu, peak_resident
+from .profiling import latency_table
+from .runtimes import RUNTIMES, check_runtime, prepared
+from .timing import Run, batched, interleaved, machine, threads_of
+from .values import Measurement, Quantity, Spread, Timing
+
+__all__ = ["RUNTIMES", "Measurement", "Quantity", "Spread", "Timing", "latency_table", "measure"]
+
+
+def measure(
+    model: nn.Module,
+    example: Any,
+    *,
+    against: nn.Module | None = None,
+    batch_sizes: Sequence[int] = (1, 4, 8),
+    threads: int | None = None,
+    runtimes: Sequence[str] = ("eager",),
+    repeats: int = 30,
+    memory: bool = True,
+    energy: str | None = None,
+) -> Measurement:
+    """Params, FLOPs (MACs), bytes, latency and memory of a model, beside `against`, the one it was cut from.
+
+    Both run in turn, so that a slow moment of the machine falls on both; a speed-up is the median of the rounds' own
+    quotients, with its quartiles. A language model is timed apart for reading a prompt and for writing. `memory` starts
+    a new process for each model; `energy` is the ISO code of a country, "DEU", and needs CodeCarbon.
+
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> found = measure(net, torch.zeros(1, 4), batch_sizes=[2], repeats=3, memory=False)
+    >>> [(q.name, q.model) for q in found.quantities], found.timings[0].batch_size
+    ([('params', 58), ('flops', 48), ('bytes', 232)], 2)
+    """
+    _check(batch_sizes, runtimes, repeats)
+    models = [model] if against is None else [model, against]
+    with ExitStack() as stack:
+        used = stack.enter_context(threads_of(threads))
+        for net in models:
+            stack.enter_context(_as_used(net))
+        stack.enter_context(torch.no_grad())
+        for net in models:
+            call_checked(net, example)
+        quantities = [*_counts(models, batched(example, 1))]
+        if memory:
+            quantities += _memory(models, batched(example, batch_sizes[0]), used)
+        if energy is not None:
+            quantities += _energy(models, batched(example, batch_sizes[0]), used, energy)
+        timings = [timing for size in batch_sizes for timing in _timings(models, batched(example, size), size, runtimes, used, repeats)]
+    setting = {"threads": used, "repeats": repeats, "batch size of memory and energy": batch_sizes[0], "torch": torch.__version__, "machine": machine()}
+    return Measurement(tuple(quantities), tuple(timings), setting)
+
+
+def _check(batch_sizes: Sequence[int], runtimes: Sequence[str], repeats: int) -> None:
+    for name in runtimes if not isinstance(runtimes, str) else [runtimes]:
+        check_runtime(name)
+    if isinstance(runtimes, str) or not runtimes:
+        raise FairprunerError(f"runtimes is {runtimes!r}, expected a list of some of {', '.join(RUNTIMES)}.")
+    if isinstance(batch_sizes, int) or not batch_sizes or any(isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 1 for n in batch_sizes):
+        raise FairprunerError(f"batch_sizes is {batch_sizes!r}, expected whole numbers of at least 1, such as (1, 8).")
+    if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
+        raise FairprunerError(f"repeats is {repeats!r}, expected a whole number of at least 1.")
+
+
+class _as_used:
+    """A model in eval mode as its user would run it, with every fast path on; afterwards as it was."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._inside = evaluating(model)
+
+    def __enter__(self) -> None:
+        fast = torch.backends.mha.get_fastpath_enabled()
+        self._inside.__enter__()
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+    def __exit__(self, *error: Any) -> None:
+        self._inside.__exit__(*error)
+
+
+def _pairs(models: Sequence[nn.Module], value: Callable[[nn.Module], float]) -> tuple[float, ...]:
+    return tuple(value(model) for model in models)
+
+
+def _counts(models: Sequence[nn.Module], sample: Any) -> Iterator[Quantity]:
+    yield Quantity("params", "", *_pairs(models, count_params))
+    yield Quantity("flops", "", *_pairs(models, partial(count_flops, example=sample)))
+    yield Quantity("bytes", "B", *_pairs(models, stored_bytes))
+    gpu = [peak_gpu(model, sample) for model in models]
+    if None not in gpu:
+        yield Quantity("peak GPU memory", "B", *gpu)
+
+
+def stored_bytes(model: nn.Module) -> int:
+    """Bytes of the tensors of a model's file: parameters and lasting buffers, shared ones once."""
+    tensors = {tensor.data_ptr(): tensor for tensor in model.state_dict().values()}
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def _memory(models: Sequence[nn.Module], example: Any, threads: int) -> list[Quantity]:
+    try:
+        found = [peak_resident(model, example, threads) for model in models]
+    except FairprunerError as error:
+        return [Quantity("peak memory", "B", None, note=str(error))]
+    note = "the part of the peak that loading and running the model added to torch's own"
+    added = Quantity("model memory", "B", *(f["peak"] - f["idle"] for f in found), note=note)
+    return [Quantity("peak memory", "B", *(f["peak"] for f in found)), added]
+
+
+def _energy(models: Sequence[nn.Module], example: Any, threads: int, country: str) -> list[Quantity]:
+    found = [energy_of(prepared("eager", model, example, threads), country) for model in models]
+    note = "" if all(f.counted for f in found) else "an estimate from the processor's load and nominal power: the hardware offers no counter"
+    return [
+        Quantity("energy", "J", *(f.joules for f in found), note=note),
+        Quantity("CO2", "mg", *(f.co2_milligrams for f in found), note=note and f"{note}, and from the power mix of {country}"),
+    ]
+
+
+def _timings(models: Sequence[nn.Module], example: Any, size: int, runtimes: Sequence[str], threads: int, repeats: int) -> Iterator[Timing]:
+    for runtime in runtimes:
+        try:
+            runs: list[Run] = [prepared(runtime, model, example, threads) for model in models]
+        except FairprunerError as error:
+            yield Timing(runtime, "forward", size, None, note=str(error))
+            continue
+        yield Timing.of(runtime, "forward", size, interleaved(runs, repeats))
+        if runtime == "eager" and generates(models[0], example):
+            prefill, decode = prefill_and_decode(models, example, repeats)
+            yield Timing.of(runtime, "prefill", size, prefill)
+            yield Timing.of(runtime, "decode", size, decode)

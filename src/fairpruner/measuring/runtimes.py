@@ -1,0 +1,89 @@
+"""Where a model can run: each runtime turns a model and an example into a call without arguments. To add one, add an entry."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..calling import call, tensors_of
+from ..errors import FairprunerError, unknown
+from .timing import Run, device_of, finish
+
+Prepare = Callable[[nn.Module, Any, int], Run]  # model in eval mode, example, threads
+
+
+def _eager(model: nn.Module, example: Any, threads: int) -> Run:
+    device = device_of(example)
+
+    def run() -> Any:
+        output = call(model, example)
+        finish(device)
+        return output
+
+    return run
+
+
+def _compile(model: nn.Module, example: Any, threads: int) -> Run:
+    torch.compiler.reset()  # else the third width of one class of models counts as a dynamic shape
+    run = _eager(torch.compile(model), example, threads)  # type: ignore[arg-type]
+    run()
+    return run
+
+
+def _onnxruntime(model: nn.Module, example: Any, threads: int) -> Run:
+    library = importlib.import_module("onnxruntime")
+    importlib.import_module("onnxscript")  # the exporter needs it, and would tell so less plainly
+    program = torch.onnx.export(model, **_arguments(example), dynamo=True, verbose=False)
+    options = library.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 3  # errors only
+    session = library.InferenceSession(program.model_proto.SerializeToString(), options, providers=["CPUExecutionProvider"])  # type: ignore[union-attr]
+    inputs = {given.name: tensor.numpy() for given, tensor in zip(session.get_inputs(), tensors_of(example), strict=True)}
+    return lambda: session.run(None, inputs)
+
+
+def _openvino(model: nn.Module, example: Any, threads: int) -> Run:
+    library = importlib.import_module("openvino")
+    converted = library.convert_model(exported(model, example))
+    options = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32"}  # it would take bfloat16 by itself
+    compiled = library.Core().compile_model(converted, "CPU", options)
+    inputs = [tensor.numpy() for tensor in tensors_of(example)]
+    return lambda: list(compiled(inputs).values())
+
+
+RUNTIMES: dict[str, Prepare] = {"eager": _eager, "compile": _compile, "onnxruntime": _onnxruntime, "openvino": _openvino}
+
+
+def check_runtime(name: str) -> None:
+    if name not in RUNTIMES:
+        raise unknown("runtime", name, RUNTIMES)
+
+
+def prepared(runtime: str, model: nn.Module, example: Any, threads: int) -> Run:
+    """The call to time; a runtime that is missing or cannot take the model says so in one sentence."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # exporters warn about their own future
+            return RUNTIMES[runtime](model, example, threads)
+    except ModuleNotFoundError as error:
+        raise FairprunerError(f"{runtime} needs a package that is not installed: pip install {error.name}.") from error
+    except Exception as error:  # exporters and compilers fail in many ways
+        lines = str(error).strip().splitlines() or [""]
+        raise FairprunerError(f"{runtime} cannot run {type(model).__name__}: {type(error).__name__}: {lines[0]}") from error
+
+
+def exported(model: nn.Module, example: Any) -> torch.export.ExportedProgram:
+    """The model as `torch.export` sees it when called with the example."""
+    arguments = _arguments(example)
+    return torch.export.export(model, arguments["args"], arguments["kwargs"])
+
+
+def _arguments(example: Any) -> dict[str, Any]:
+    if hasattr(example, "items"):
+        return {"args": (), "kwargs": dict(example)}
+    return {"args": tuple(example) if isinstance(example, (tuple, list)) else (example,), "kwargs": {}}

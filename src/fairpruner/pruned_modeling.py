@@ -1,0 +1,42 @@
+"""A pruned model for transformers: the original class, resized to what `config.json` tells under "pruned".
+
+`fairpruner` copies this file into the folder of a model that no configuration describes; it needs torch and transformers only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+
+def pruned(original: Any) -> Any:
+    """A subclass of the same name that has the sizes of `config.pruned` as soon as it is built."""
+
+    class Pruned(original):  # type: ignore[misc]  # a class of transformers, which ships no types
+        unpruned = original
+
+        def __init__(self, config: Any, *arguments: Any, **options: Any) -> None:
+            super().__init__(config, *arguments, **options)
+            resize(self, config.pruned)
+
+        @classmethod
+        def is_custom_code(cls) -> bool:
+            """Its weights lie in files as those of the original class do: transformers is to convert them alike."""
+            return False
+
+    Pruned.__name__ = Pruned.__qualname__ = original.__name__
+    return Pruned
+
+
+def resize(model: nn.Module, sizes: Any) -> None:
+    """Shorten tensors to the shapes of `sizes["tensors"]`, and set the attributes of modules that `sizes["modules"]` tells."""
+    for name, shape in sizes["tensors"].items():
+        path, _, attribute = name.rpartition(".")
+        module = model.get_submodule(path)
+        old = getattr(module, attribute)
+        new = old.detach()[tuple(slice(length) for length in shape)].clone()
+        setattr(module, attribute, nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new)
+    for path, attributes in sizes["modules"].items():
+        for attribute, value in attributes.items():
+            setattr(model.get_submodule(path), attribute, tuple(value) if isinstance(value, list) else value)

@@ -1,0 +1,76 @@
+"""The tensors of a model of Hugging Face on disk: one safetensors file, or several with an index, as `transformers` reads them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from .encoding import Json, readable
+from .errors import FairprunerError
+from .storage import MODEL, write_tensors
+
+INDEX = "model.safetensors.index.json"
+SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def parse_size(text: str | int) -> int:
+    """A number of bytes, given as such or as text.
+
+    >>> parse_size("5GB")
+    5000000000
+    """
+    number, unit = (str(text)[:-2], str(text)[-2:].upper()) if str(text)[-1:].isalpha() else (str(text), "")
+    try:
+        size = int(float(number) * (UNITS[unit] if unit else 1))
+    except (KeyError, ValueError) as error:
+        raise FairprunerError(f"A shard size of {text!r} is not understood, expected a number with KB, MB or GB, such as 5GB.") from error
+    if size < 1:
+        raise FairprunerError(f"A shard size of {text!r} holds nothing, expected at least 1 byte.")
+    return size
+
+
+def write_shards(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], content: Json, max_bytes: int) -> None:
+    """Write tensors in the order they come, a file as soon as the next one would make it too large; no more than that is held."""
+    files: list[tuple[Path, list[str]]] = []
+    held: dict[str, torch.Tensor] = {}
+    total, size = 0, 0  # bytes of all, bytes held
+
+    def flush() -> None:
+        path = folder / f"shard-{len(files)}.safetensors"
+        write_tensors(path, "model", content, held)
+        files.append((path, list(held)))
+        held.clear()
+
+    for name, tensor in tensors:
+        if held and size + tensor.nbytes > max_bytes:
+            flush()
+            size = 0
+        held[name] = tensor
+        size += tensor.nbytes
+        total += tensor.nbytes
+    flush()
+    if len(files) == 1:
+        files[0][0].rename(folder / MODEL)
+        return
+    places: dict[str, str] = {}
+    for number, (path, names) in enumerate(files, start=1):
+        final = f"model-{number:05d}-of-{len(files):05d}.safetensors"  # how many there are is known only now
+        path.rename(folder / final)
+        places |= dict.fromkeys(names, final)
+    (folder / INDEX).write_text(readable({"metadata": {"total_size": total}, "weight_map": places}) + "\n", encoding="utf-8")
+
+
+def shard_files(folder: Path) -> list[Path]:
+    """The files that hold the tensors of a folder, in order."""
+    index = folder / INDEX
+    if not index.is_file():
+        return [folder / MODEL] if (folder / MODEL).is_file() else []
+    try:
+        return [folder / name for name in sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise FairprunerError(f"{index} cannot be read as an index of tensors: {type(error).__name__}: {error}.") from error

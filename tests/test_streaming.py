@@ -1,0 +1,176 @@
+"""Streaming: any plan of any model of Hugging Face, cut from files to files in a memory that could not hold the model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checks import some_units
+from moe_zoo import moe
+from moe_zoo import tokens as moe_tokens
+from safetensors.torch import load_file, save_file
+from transformers_zoo import HUGGING_FACE, hugging_face
+from typer.testing import CliRunner
+
+import fairpruner as fp
+from fairpruner.cli import app
+from fairpruner.streaming import stream
+
+transformers = pytest.importorskip("transformers", minversion="5")
+
+
+def same(a: Any, b: Any) -> bool:
+    first, second = a.state_dict(), b.state_dict()
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "qwen3", "t5", "vit"])
+def test_heads_and_hidden_units_are_streamed_as_they_are_cut(family: str, tmp_path: Path) -> None:
+    hugging_face(family).float().save_pretrained(tmp_path / "whole", max_shard_size="20KB")
+    model = type(hugging_face(family)).from_pretrained(tmp_path / "whole")
+    example = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in HUGGING_FACE[family][3]().items()}
+    spaces = fp.discover(model, example)
+    plan = fp.Plan.removing(spaces, some_units(spaces, 0.5, 0))
+    stream(tmp_path / "whole", plan, tmp_path / "small", max_shard_size="20KB")
+    assert same(fp.cut(model, plan), fp.load(tmp_path / "small"))
+
+
+@pytest.fixture
+def qwen(tmp_path: Path) -> tuple[Path, fp.Plan, Any]:
+    """A saved model, a plan for it, and what the plan leaves of it."""
+    model = moe("qwen2_moe", torch.float32)
+    model.save_pretrained(tmp_path / "whole")
+    spaces = fp.discover(model, moe_tokens(), kinds=["expert"])
+    plan = fp.Plan.removing(spaces, {spaces[0].name: (0, 5), spaces[1].name: (2, 3, 11)})
+    return tmp_path / "whole", plan, fp.cut(model, plan)
+
+
+def test_files_in_the_models_own_layout_are_streamed_too(qwen: tuple[Path, fp.Plan, Any], tmp_path: Path) -> None:
+    whole, plan, small = qwen
+    fused = {name: tensor.contiguous() for name, tensor in moe("qwen2_moe", torch.float32).state_dict().items() if name != "lm_head.weight"}
+    save_file({**fused, "lm_head.weight": moe("qwen2_moe", torch.float32).lm_head.weight.detach().clone()}, whole / "model.safetensors")
+    stream(whole, plan, tmp_path / "small")
+    assert same(small, fp.load(tmp_path / "small"))
+
+
+def test_half_precision_stays_and_the_configuration_decides(tmp_path: Path) -> None:
+    moe("qwen2_moe", torch.bfloat16).save_pretrained(tmp_path / "whole")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
+    spaces = fp.discover(model, moe_tokens(), kinds=["expert"])
+    plan = fp.Plan.removing(spaces, {spaces[0].name: (1,)})
+    stream(tmp_path / "whole", plan, tmp_path / "small")
+    again = fp.load(tmp_path / "small")
+    assert again.dtype == torch.bfloat16
+    assert same(fp.cut(model, plan), again)
+
+
+def no_files(whole: Path) -> None:
+    (whole / "model.safetensors").unlink()
+
+
+def other_sizes(whole: Path) -> None:
+    config = json.loads((whole / "config.json").read_text())
+    (whole / "config.json").write_text(json.dumps({**config, "moe_intermediate_size": 24}))
+
+
+def lost_tensor(whole: Path) -> None:
+    tensors = load_file(whole / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, whole / "model.safetensors")
+
+
+def cut_off(whole: Path) -> None:
+    (whole / "model.safetensors").write_bytes((whole / "model.safetensors").read_bytes()[:1000])
+
+
+def quantised(whole: Path) -> None:
+    config = json.loads((whole / "config.json").read_text())
+    (whole / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (no_files, "holds no model.safetensors and no index of several"),
+        (other_sizes, "The plan belongs to another model"),
+        (lost_tensor, r"The files hold nothing for 1 tensors of Qwen2MoeForCausalLM \(model.norm.weight\)"),
+        (cut_off, "model.safetensors cannot be read"),
+        (quantised, "are quantised, and cannot be cut as they lie"),
+    ],
+)
+def test_what_cannot_be_streamed_is_one_sentence_and_leaves_nothing(harm: Any, message: str, qwen: tuple[Path, fp.Plan, Any], tmp_path: Path) -> None:
+    whole, plan, _ = qwen
+    harm(whole)
+    with pytest.raises(fp.FairprunerError, match=message) as raised:
+        stream(whole, plan, tmp_path / "small")
+    assert len(str(raised.value).splitlines()) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["whole"]
+
+
+def test_the_command_line_streams_and_replaces(qwen: tuple[Path, fp.Plan, Any], tmp_path: Path) -> None:
+    whole, plan, small = qwen
+    plan.save(tmp_path / "plan.json")
+    command = ["cut", f"hf:{whole}", str(tmp_path / "plan.json"), "--stream", "--max-shard-size", "30KB", "-o", str(tmp_path / "small")]
+    for extra in ([], ["--force"]):
+        result = CliRunner().invoke(app, [*command, *extra])
+        assert result.exit_code == 0, (result.output, result.exception)
+        assert same(small, fp.load(tmp_path / "small"))
+    refused = CliRunner().invoke(app, [*command, "--force", "--repair", "sequential", "--data", "x.jsonl"])
+    assert refused.exit_code == 1
+    assert "--stream cuts the files of an hf: folder as they are" in refused.stderr
+
+
+LIMITED = """
+import resource
+import sys
+import conftest
+import torch, transformers
+import fairpruner as fp
+from fairpruner.streaming import stream
+
+torch.set_num_threads(1)
+transformers.Qwen2MoeForCausalLM  # what is imported is not what is limited
+whole, plan, folder, room = sys.argv[1:]
+plan = fp.Plan.load(plan)
+used = next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmSize"))
+resource.setrlimit(resource.RLIMIT_AS, (used + int(room), used + int(room)))
+try:
+    transformers.Qwen2MoeForCausalLM.from_pretrained(whole)
+    sys.exit("the model fits into the limit")
+except (MemoryError, RuntimeError, OSError):
+    pass
+stream(whole, plan, folder, max_shard_size="16MB")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit on address space is Linux's")
+def test_a_model_larger_than_the_memory_allowed_is_cut(tmp_path: Path) -> None:
+    """192 MB of experts in files of 16 MB, with room for 96 MB: loading fails, the stream does not, and the result is right."""
+    config = transformers.Qwen2MoeConfig(
+        vocab_size=99,
+        hidden_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=64,
+        moe_intermediate_size=512,
+        shared_expert_intermediate_size=64,
+        num_experts=60,
+        num_experts_per_tok=4,
+    )
+    torch.manual_seed(0)
+    model = transformers.Qwen2MoeForCausalLM(config).eval()
+    assert sum(p.nbytes for p in model.parameters()) > 180e6
+    model.save_pretrained(tmp_path / "whole", max_shard_size="16MB")
+    spaces = fp.discover(model, moe_tokens(), kinds=["expert"])
+    plan = fp.Plan.removing(spaces, {s.name: range(20 + 5 * i) for i, s in enumerate(spaces)})
+    plan.save(tmp_path / "plan.json")
+    arguments = [str(tmp_path / name) for name in ("whole", "plan.json", "small")]
+    done = subprocess.run([sys.executable, "-c", LIMITED, *arguments, str(96_000_000)], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert same(fp.cut(model, plan), fp.load(tmp_path / "small"))
