@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 import fairpruner as fp
 from fairpruner.evaluation import TASKS, evaluate, perplexity
+from fairpruner.experts import expert_blocks
 from fairpruner.hugging_face import pretrained, tokenizer_of
 
 RESULTS = Path(__file__).parent / "results" / "moe.json"
@@ -101,28 +102,44 @@ def measure_table(bench: Bench, draws: int) -> Row:
     }
 
 
-STEPS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
-    ("soft_activation, uniform: the cut", "soft_activation", "uniform", ()),
-    ("experts and shared expert refitted", "soft_activation", "uniform", ("experts",)),
-    ("reap, uniform: the cut", "reap", "uniform", ()),
-    ("experts and shared expert refitted", "reap", "uniform", ("experts",)),
-    ("then all other weights in sequence", "reap", "uniform", ("experts", "sequential")),
-)
+def merged(model: nn.Module, plan: fp.Plan, scores: fp.Scores) -> nn.Module:
+    """The cut, with every removed expert averaged into the kept one whose router row is most like its own, weighted by how often each is chosen."""
+    small = fp.cut(model, plan)
+    for block in expert_blocks(model):
+        router = model.get_submodule(block.router).get_parameter("weight").detach()  # [E, H]
+        often = torch.from_numpy(scores.removals["frequency"][block.name]).float()  # [E]
+        gone = torch.tensor(plan.removed[block.name])
+        kept = torch.tensor([unit for unit in range(block.size) if unit not in plan.removed[block.name]])
+        unit_rows = torch.nn.functional.normalize(router, dim=1)
+        nearest = (unit_rows[gone] @ unit_rows[kept].T).argmax(1)  # [gone] positions among the kept
+        total = often[kept].index_add(0, nearest, often[gone]).clamp_min(1e-9)
+        for name, stack in model.get_submodule(block.experts).named_parameters():
+            weighted = stack.detach() * often[:, None, None]
+            mean = weighted[kept].index_add(0, nearest, weighted[gone]) / total[:, None, None]
+            small.get_submodule(block.experts).get_parameter(name).data.copy_(mean)
+    return small
 
 
 def measure_repair(bench: Bench, draws: int) -> Row:
     """Perplexity after each step, with half of the experts gone."""
-    found: list[list[float]] = [[] for _ in STEPS]
+    found: dict[str, list[float]] = {}
     for seed in range(draws):
         scores, data = bench.scores(seed), bench.draw(seed)
-        for number, (name, signal, rule, methods) in enumerate(STEPS):
-            plan = plan_for(scores, signal, rule, 0.5)
+
+        def note(step: str, small: nn.Module, seed: int = seed) -> None:
+            found.setdefault(step, []).append(bench.perplexity(small))
+            print(seed, step, f"{found[step][-1]:.2f}", flush=True)
+
+        for signal in ("soft_activation", "reap"):
+            plan = plan_for(scores, signal, "uniform", 0.5)
             small = fp.cut(bench.model, plan)
-            if methods:
-                small = fp.repair(small, bench.model, plan, data, method=methods)
-            found[number].append(bench.perplexity(small))
-            print(seed, name, f"{found[number][-1]:.2f}", flush=True)
-    return {"full": bench.perplexity(bench.model), "rows": [{"step": step[0], **spread(values)} for step, values in zip(STEPS, found, strict=True)]}
+            note(f"{signal}, uniform: the cut", small)
+            note(f"{signal}: removed experts merged into the nearest kept", merged(bench.model, plan, scores))
+            small = fp.repair(small, bench.model, plan, data, method="experts")
+            note(f"{signal}: kept and shared experts refitted", small)
+        small = fp.repair(small, bench.model, plan, data, method="sequential")
+        note("reap: then attention and the rest refitted too", small)
+    return {"full": bench.perplexity(bench.model), "rows": [{"step": step, **spread(values)} for step, values in found.items()]}
 
 
 def measure_costs(bench: Bench, draws: int) -> Row:

@@ -2,7 +2,7 @@
 
     pip install transformers
     python benchmarks/routing.py --shared ../shared --tokens 0          # the cost, about a minute
-    python benchmarks/routing.py --shared ../shared --tokens 512000     # the noise, about 10 minutes on one core
+    python benchmarks/routing.py --shared ../shared --tokens 1024000    # the noise, about 20 minutes on one core
     python benchmarks/routing.py --table                                # both as in docs/signals.md
 
 Cost: one call of `score` with five signals against a plain forward of the same tokens with the fastest experts that
@@ -10,7 +10,7 @@ transformers has, in interleaved rounds, medians.
 Noise: sums of single batches of training text, as it comes or equally much of each of its 10 domains, are recorded once
 and added up to disjoint draws of any number of tokens. Between two draws of one size, the ranks of each block's 60 experts are
 correlated (Spearman); shown is the mean over pairs of draws and blocks, and the lowest block. The perplexity is that of the
-24 windows of 1,024 tokens, spread over the validation text, when the 30 lowest experts of every block are removed, over the draws.
+first 24,576 validation tokens, in windows of 128, when the 30 lowest experts of every block are removed, over the draws.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ from fairpruner.types import Kind, Spaces
 
 RESULTS = Path(__file__).parent / "results" / "routing.json"
 REMOVAL = ("soft_activation", "soft_activation_all", "frequency", "reap")
-LENGTH, WINDOWS, DOMAINS = 256, 20, 10  # tokens of a window, windows of a batch, kinds of text
+LENGTH, WINDOWS, DOMAINS = 128, 40, 10  # tokens of a window, as the model was trained, windows of a batch, kinds of text
+VALIDATION = 24_576  # tokens
 ROUNDS, TIMED = 5, 4  # of the cost, and batches in each
 SIZES = (2, 5, 10, 20, 50, 100)  # batches of a draw
 DRAWS = 5  # of one size at most
@@ -132,8 +133,8 @@ def signals_of(batches: Sequence[Sums]) -> dict[str, dict[str, np.ndarray]]:
 
 def perplexity(model: nn.Module, windows: Tensor) -> float:
     with torch.no_grad():
-        losses = [F.cross_entropy(model(input_ids=w[None]).logits[0, :-1], w[1:]) for w in windows]
-    return float(torch.stack(losses).mean().exp())
+        losses = [F.cross_entropy(model(input_ids=some).logits[:, :-1].flatten(0, 1), some[:, 1:].flatten(), reduction="sum") for some in windows.split(32)]
+    return float((torch.stack(losses).sum() / windows[:, 1:].numel()).exp())
 
 
 def noise(model: nn.Module, spaces: Spaces, batches: Sequence[Sums], windows: Tensor) -> list[dict[str, Any]]:
@@ -163,7 +164,7 @@ def measure(shared: Path, tokens: int) -> dict[str, Any]:
     spaces = fp.discover(model, {"input_ids": data[0]["input_ids"][:1]}, kinds=["expert"])
     if not count:
         return {"cost": cost(model, spaces, data)}
-    windows = read_tokens(shared, "moe_tokens_val")[: 288 * 1024].view(288, 1024)[::12]
+    windows = read_tokens(shared, "moe_tokens_val")[:VALIDATION].view(-1, LENGTH)
     found: dict[str, Any] = {"tokens": count * WINDOWS * LENGTH, "perplexity": round(perplexity(model, windows), 2)}
     for even in (False, True):
         recorder = Recorder()
@@ -174,7 +175,7 @@ def measure(shared: Path, tokens: int) -> dict[str, Any]:
 
 def table(results: Mapping[str, Any]) -> str:
     """The cost in a sentence, and rank stability and perplexity by the number of tokens as Markdown."""
-    lines = [f"Scoring took {results['cost']['ratio']} times a plain forward of the same tokens.", ""] if "cost" in results else []
+    lines = [f"Scoring took {results['cost']['ratio']} times a plain forward of the same tokens."] if "cost" in results else []
     for title in ("as the text comes", "even over domains"):
         lines += ["", f"| tokens, {title} | soft_activation | reap | routed_taylor | perplexity, soft_activation | perplexity, reap |", "|---" * 6 + "|"]
         for row in results.get("noise", {}).get(title, []):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import fairpruner as fp
 from fairpruner.datasets import Sampling
@@ -21,11 +22,13 @@ LENGTH = 256  # tokens of a calibration text, and of a window of the held-out on
 
 def main(place: str, texts: str, held_out: str, share: str = "0.5") -> None:
     check_text_unseen(held_out, texts)
-    model, tokenizer = pretrained(place).float(), tokenizer_of(place)
+    model: Any = pretrained(place).float()
+    tokenizer = tokenizer_of(place)
     judge = read_tokens(held_out, tokenizer)
     print("full:", perplexity(model, judge, length=LENGTH))
 
-    scores = fp.score(model, load_text(texts, tokenizer, Sampling(batch_size=8), Columns(length=LENGTH))).only(["expert"])
+    spaces = fp.discover(model, model.dummy_inputs, kinds=["expert"])
+    scores = fp.score(model, load_text(texts, tokenizer, Sampling(batch_size=8), Columns(length=LENGTH)), spaces=spaces)
     for rule in ("uniform", "tod"):
         plan = fp.allocate(scores, keep=fp.Budget("experts", float(share)), rule=rule, exact=True)
         small = fp.cut(model, plan)

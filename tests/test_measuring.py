@@ -208,14 +208,20 @@ def test_wrong_input_gets_one_clear_sentence(pair: tuple[nn.Module, nn.Module], 
 def test_a_measurement_is_a_table_json_and_numbers_for_a_report() -> None:
     found = Measurement(
         (Quantity("params", "", 50, 100), Quantity("bytes", "B", 2_000_000, 4_000_000), Quantity("peak memory", "B", None, note="no /proc")),
-        (Timing("eager", "forward", 1, Spread(1.0, 0.9, 1.1), Spread(2.0, 1.9, 2.3), Spread(2.0, 1.8, 2.1)), Timing("openvino", "forward", 1, None, note="missing")),
+        (
+            Timing("eager", "forward", 1, Spread(1.0, 0.9, 1.1), Spread(2.0, 1.9, 2.3), Spread(2.0, 1.8, 2.1)),
+            Timing("openvino", "forward", 1, None, note="missing"),
+        ),
         {"threads": 1},
     )
     table = repr(found)
     for text in ("50.0%", "2 MB", "4 MB", "peak memory: no /proc", "2 (1.8–2.1)", "missing", "threads 1"):
         assert text in table
     assert json.loads(json.dumps(found.to_json()))["timings"][0]["speedup"]["median"] == 2.0
-    assert found.numbers() == {"original": {"params": 100, "bytes": 4_000_000, "latency_ms": 2.0}, "pruned": {"params": 50, "bytes": 2_000_000, "latency_ms": 1.0}}
+    assert found.numbers() == {
+        "original": {"params": 100, "bytes": 4_000_000, "latency_ms": 2.0},
+        "pruned": {"params": 50, "bytes": 2_000_000, "latency_ms": 1.0},
+    }
     assert "times faster" in table
 
 

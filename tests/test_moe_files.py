@@ -85,6 +85,7 @@ def test_every_family_comes_back_bit_for_bit_with_other_counts_in_every_block(fa
         assert equal_state(small, other)
         assert [b.size for b in expert_blocks(other)] == [b.size for b in expert_blocks(small)] == [s.size - plan.depths[s.name] for s in spaces]
         torch.testing.assert_close(logits(other), expected, rtol=1e-4, atol=1e-5)
+    assert all(torch.equal(logits(other), expected) for other in again[:2])
     assert type(again[0]) is type(model)
     assert names_of(tmp_path / "small") == names_of(tmp_path / "streamed")
 
@@ -221,6 +222,17 @@ def test_files_of_another_plan_or_altered_ones_are_refused(original: Path, tmp_p
     last.write_bytes(last.read_bytes()[:-1] + b"\x01")
     with pytest.raises(fp.FairprunerError, match="was altered after it was written"):
         fp.load(tmp_path / "small")
+
+
+def test_a_model_of_several_types_has_them_again(original: Path, tmp_path: Path) -> None:
+    model = loaded(original).to(torch.bfloat16)
+    model.model.norm.float()
+    spaces = fp.discover(loaded(original), tokens(), kinds=["expert"])
+    plan = fp.Plan.removing(spaces, uneven(spaces))
+    small = fp.cut(model, plan)
+    fp.save(small, plan, tmp_path / "small")
+    assert {p.dtype for p in small.parameters()} == {torch.bfloat16, torch.float32}
+    assert equal_state(small, fp.load(tmp_path / "small"))
 
 
 @pytest.mark.parametrize(("text", "size"), [("5GB", 5_000_000_000), ("1.5mb", 1_500_000), (77, 77), ("2KB", 2000)])

@@ -289,7 +289,7 @@ def test_wasserstein_without_classes_says_what_to_do() -> None:
     with pytest.raises(
         fp.FairprunerError, match=r"'wasserstein' compares classes, and batch 0 has none: its labels are int64\[8, 9\].*activation, reconstruction, l2"
     ):
-        fp.score(model, [padded(TEXTS)])
+        fp.score(model, [padded(TEXTS)], removal="wasserstein")
 
 
 def test_an_encoder_decoder_has_two_paddings() -> None:

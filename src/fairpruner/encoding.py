@@ -135,6 +135,7 @@ def latency_to_json(table: LatencyTable) -> Json:
     """What a person wants to read comes first."""
     return {
         "setting": dict(table.setting),
+        "original": table.original,
         "multiple": table.multiple,
         "trials": [list(trial) for trial in table.trials],
         "fingerprint": table.fingerprint,
@@ -148,6 +149,7 @@ def latency_from_json(content: Mapping[str, Any]) -> LatencyTable:
     return LatencyTable(
         factors=tuple(Factor(index(f["size"]), {name: decode_runs(runs) for name, runs in f["owned"].items()}) for f in content["factors"]),
         ops=tuple(TimedOp(tuple(map(index, factors)), *map(float, times)) for factors, *times in content["ops"]),
+        original=float(content["original"]),
         multiple=index(content["multiple"]),
         fingerprint=content["fingerprint"],
         setting=content["setting"],

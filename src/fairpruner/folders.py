@@ -24,6 +24,7 @@ from .types import METRICS, Plan
 
 README = "README.md"
 SHARD_SIZE = "5GB"
+ALIGNMENT = 64  # bytes, of memory that torch allocates
 
 
 def save(small: nn.Module, plan: Plan, folder: str | Path, *, build: str | None = None, max_shard_size: str | int = SHARD_SIZE) -> None:
@@ -64,16 +65,20 @@ def load(folder: str | Path, build: Callable[[], nn.Module] | str | None = None)
     plan = load_plan(folder / PLAN)
     files = shard_files(folder) or [folder / MODEL]
     if (folder / CONFIG).is_file():
-        for file in files:
-            _read(file, plan, folder)
-        return pretrained(str(folder), None if build is None or (isinstance(build, str) and is_source(build)) else type(_built(build)))
+        parts = [_read(file, plan, folder) for file in files]
+        original = None if build is None or (isinstance(build, str) and is_source(build)) else type(_built(build))
+        model = pretrained(str(folder), original)
+        for content, tensors in parts:
+            if "streamed" not in content:  # written as it lay in other files, where the configuration decides
+                _restore_types(model, tensors)
+        return _apart_from_files(model)
     if build is None:
         raise FairprunerError(
             f"Folder {folder} does not say how to build the original architecture: give build=, a function or a source such as 'timm:resnet18'."
         )
     small = cut(_built(build), plan)
-    _fill(small, _read(folder / MODEL, plan, folder), folder / MODEL)
-    return small.eval()
+    _fill(small, _read(folder / MODEL, plan, folder)[1], folder / MODEL)
+    return _apart_from_files(small).eval()
 
 
 def is_folder_file(name: str) -> bool:
@@ -105,11 +110,27 @@ def seal(plan: Plan) -> Json:
     return {"plan": digest(plan_to_json(plan))}
 
 
-def _read(file: Path, plan: Plan, folder: Path) -> dict[str, torch.Tensor]:
+def _restore_types(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """A model of several types has them again; transformers would give all tensors the one of the configuration."""
+    for name, target in _state(model).items():
+        if name in tensors and tensors[name].dtype != target.dtype:
+            target.data = tensors[name].clone()
+
+
+def _apart_from_files(model: nn.Module) -> nn.Module:
+    """Tensors that are views of files get memory of their own where it is not aligned as torch's is: the last bits of sums depend on that."""
+    for tensor in _state(model).values():
+        if tensor.data_ptr() % ALIGNMENT:
+            tensor.data = tensor.data.clone()
+    return model
+
+
+def _read(file: Path, plan: Plan, folder: Path) -> tuple[Json, dict[str, torch.Tensor]]:
+    """What a file says of itself and its tensors, once it is known to be as it was written for this plan."""
     content, tensors = read_tensors(file, "model")
     if content.get("plan") != seal(plan)["plan"]:
         raise FairprunerError(f"{PLAN} and {file.name} of folder {folder} do not belong together: restore the files that were saved at once.")
-    return tensors
+    return content, tensors
 
 
 def _built(build: Callable[[], nn.Module] | str) -> nn.Module:

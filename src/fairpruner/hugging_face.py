@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .attention import STAND_INS
 from .errors import FairprunerError
 from .pruned_modeling import pruned
 
@@ -122,6 +123,9 @@ def _class(config: Any, place: str, original: Any = None) -> Any:
 def _plain(model: Any) -> nn.Module:
     """A model of the original class, as a cut makes it: what the sizes of a pruned one were read from has done its work."""
     model.__class__ = getattr(type(model), "unpruned", type(model))
+    for path in getattr(model.config, "pruned", {"modules": {}})["modules"]:
+        module = model.get_submodule(path)
+        module.__class__ = STAND_INS.get(type(module), type(module))
     for name in ("pruned", "auto_map"):
         model.config.__dict__.pop(name, None)
     return model  # type: ignore[no-any-return]

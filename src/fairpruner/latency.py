@@ -2,6 +2,7 @@
 
 An operation's milliseconds are a fixed part and a part that follows its multiply-accumulates, where every width counts as
 its next multiple of `multiple`, as hardware computes it; widths that are no multiple may cost an extra share of that part.
+The whole model is not put together but known: its tensors may be just large enough to cost extra, and all shares refer to it.
 """
 
 from __future__ import annotations
@@ -33,14 +34,17 @@ class LatencyTable:
 
     factors: tuple[Factor, ...]
     ops: tuple[TimedOp, ...]
+    original: float  # milliseconds of the whole model, as measured
     multiple: int  # of widths: what the machine computes in one go
     fingerprint: str  # of the model
     setting: Mapping[str, Any] = field(default_factory=dict)  # batch size, threads, runtime, machine
     trials: tuple[tuple[float, float], ...] = ()  # (measured, predicted) milliseconds of the cut models it was made from
 
     def __post_init__(self) -> None:
-        if self.multiple < 1 or not self.ops:
-            raise FairprunerError(f"A latency table has operations and a multiple of at least 1, found {len(self.ops)} and {self.multiple}.")
+        if self.multiple < 1 or not self.ops or not self.original > 0:
+            raise FairprunerError(
+                f"A latency table has operations, a multiple of at least 1 and a time above 0, found {len(self.ops)}, {self.multiple} and {self.original}."
+            )
         for op in self.ops:
             if min(op.fixed, op.work, op.uneven) < 0 or any(not 0 <= f < len(self.factors) for f in op.factors):
                 raise FairprunerError(f"A latency table's operations take no negative time and multiply axes of the table, found {op}.")
@@ -48,9 +52,9 @@ class LatencyTable:
     def milliseconds(self, lengths: Ints) -> Floats:
         """Of plans that keep so much of each axis, [F, N] -> [N].
 
-        >>> table = LatencyTable((Factor(32, {}),), (TimedOp((0,), 1.0, 4.0, 1.0),), multiple=16, fingerprint="")
+        >>> table = LatencyTable((Factor(32, {}),), (TimedOp((0,), 1.0, 4.0, 1.0),), original=5.5, multiple=16, fingerprint="")
         >>> table.milliseconds(np.array([[32, 20, 16, 3]])).tolist()
-        [5.0, 6.0, 3.0, 3.5]
+        [5.5, 6.0, 3.0, 3.5]
         """
         sizes = np.array([factor.size for factor in self.factors], dtype=np.int64)
         padded, whole = (-(-values // self.multiple) * self.multiple for values in (lengths, sizes))
@@ -60,8 +64,8 @@ class LatencyTable:
             axes = list(op.factors)
             share = padded[axes].prod(axis=0) / whole[axes].prod()
             row[:] = op.fixed + np.where(ragged[axes].any(axis=0), op.work + op.uneven, op.work) * share
-        total: Floats = np.cumsum(parts, axis=0)[-1]  # one after the other, as the report's page adds them
-        return total
+        total = np.cumsum(parts, axis=0)[-1]  # one after the other, as the report's page adds them
+        return np.where((lengths == sizes[:, None]).all(axis=0), self.original, total)
 
     @property
     def misses(self) -> Floats:

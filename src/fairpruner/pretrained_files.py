@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from . import pruned_modeling
+from .attention import STAND_INS
 from .hugging_face import auto_classes, is_source, local_file, place_of
 from .types import Plan
 
@@ -78,13 +79,17 @@ def write_pretrained_files(small: Any, plan: Plan, folder: Path, source: str | N
 def _write_code(small: Any, original: Any, config: Any, plan: Plan, folder: Path, obstacle: str) -> str:
     """A configuration that lists what differs from the original, and the code that builds it."""
     config.pruned = _differences(small, _built(original, config), plan)
-    autos = auto_classes(original)
-    config.auto_map = {auto: f"{Path(CODE).stem}.{original.__name__}" for auto in autos}
+    standing_in = any(type(module) in STAND_INS.values() for module in small.modules())  # classes of fairpruner, not of transformers
+    autos = [] if standing_in else auto_classes(original)
+    if autos:
+        config.auto_map = {auto: f"{Path(CODE).stem}.{original.__name__}" for auto in autos}
     config.to_json_file(folder / CONFIG)
+    if not autos:
+        return NOWHERE.format(obstacle=obstacle)
     code = Path(pruned_modeling.__file__).read_text(encoding="utf-8")
     closing = f"\n\nimport transformers  # noqa: E402\n\n{original.__name__} = pruned(transformers.{original.__name__})\n"
     (folder / CODE).write_text(code + closing, encoding="utf-8")
-    return WITH_CODE.format(auto=autos[0], obstacle=obstacle) if autos else NOWHERE.format(obstacle=obstacle)
+    return WITH_CODE.format(auto=autos[0], obstacle=obstacle)
 
 
 ANYWHERE = """
@@ -99,7 +104,7 @@ vLLM, SGLang and the converters of llama.cpp want equal blocks: a plan of `rule=
 """
 
 NOWHERE = """
-The library `transformers` by itself cannot load this folder: {obstacle}, and it has no Auto class for the model.
+Only fairpruner can load this folder: {obstacle}, and `transformers` has no class for that.
 """
 
 

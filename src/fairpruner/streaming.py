@@ -44,7 +44,7 @@ def stream(place: str | Path, plan: Plan, folder: str | Path, *, max_shard_size:
         generation = local_file(str(place), GENERATION)
         if generation is not None:
             shutil.copyfile(generation, temporary / GENERATION)
-        write_shards(temporary, _pieces(model, small, parts, holders, kept), seal(plan), parse_size(max_shard_size))
+        write_shards(temporary, _pieces(model, small, parts, holders, kept), {**seal(plan), "streamed": True}, parse_size(max_shard_size))
 
 
 def _check_is_plain(model: Any, place: Path) -> None:
@@ -58,14 +58,15 @@ def _holders(place: Path) -> dict[str, Path]:
     files = shard_files(place)
     if not files:
         raise FairprunerError(f"Folder {place} holds no model.safetensors and no index of several: give the folder of a model in safetensors files.")
-    holders = {}
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as opened:
-                holders.update(dict.fromkeys(opened.keys(), file))
-        except (OSError, SafetensorError) as error:
-            raise FairprunerError(f"{file} cannot be read: {error}.") from error
-    return holders
+    return {name: file for file in files for name in _names(file)}
+
+
+def _names(file: Path) -> list[str]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return list(opened.keys())
+    except (OSError, SafetensorError) as error:
+        raise FairprunerError(f"{file} cannot be read: {error}.") from error
 
 
 def _with_aliases(model: Any, kept: Kept) -> Kept:
@@ -80,7 +81,7 @@ def _pieces(model: Any, small: Any, parts: list[Part], holders: Mapping[str, Pat
     shapes = {name: tensor.shape for name, tensor in small.state_dict().items()}
     missing = set(shapes)
     for part in parts:
-        made = {name: tensor.contiguous() for name, tensor in _cut_part(model, part, holders, kept).items()}
+        made = _cut_part(model, part, holders, kept)
         wrong = [name for name, tensor in made.items() if tensor.shape != shapes.get(name)]
         if wrong:
             raise FairprunerError(
@@ -107,8 +108,11 @@ def _cut_part(model: Any, part: Part, holders: Mapping[str, Path], kept: Kept) -
     for file, names in files.items():
         with safe_open(file, framework="pt") as opened:  # tensors are views of the file: what is not used is not read
             tensors |= {name: opened.get_tensor(name) for name in names}
+    mapped = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
     made = part.convert(model, ((pattern, tensors.pop(name)) for name, pattern in wanted))
-    return {name: _narrow(tensor, {dim: i for dim, i in kept.get(name, {}).items() if not (early and dim == 0)}) for name, tensor in made.items()}
+    cut_down = {name: _narrow(tensor, {dim: i for dim, i in kept.get(name, {}).items() if not (early and dim == 0)}) for name, tensor in made.items()}
+    # One small tensor that is a view would keep its whole file mapped until it is written.
+    return {name: tensor.clone() if tensor.untyped_storage().data_ptr() in mapped else tensor.contiguous() for name, tensor in cut_down.items()}
 
 
 def _narrow(tensor: torch.Tensor, by_dim: Mapping[int, Ints]) -> torch.Tensor:

@@ -8,7 +8,7 @@ import json
 import lzma
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from io import TextIOWrapper
+from io import StringIO
 from pathlib import Path
 from typing import IO, Any
 
@@ -93,8 +93,8 @@ def _read_parquet(file: IO[bytes]) -> list[Row]:
     return rows
 
 
-def _lines(file: IO[bytes]) -> TextIOWrapper:
-    return TextIOWrapper(file, encoding="utf-8", newline="")
+def _lines(file: IO[bytes]) -> StringIO:
+    return StringIO(file.read().decode("utf-8"), newline="")
 
 
 READERS: dict[str, Callable[[Any], list[Row]]] = {

@@ -91,8 +91,10 @@ def score(
     data: Annotated[str, Data],
     weights: Weights = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where the scores go.")] = Path("scores.safetensors"),
-    removal: Annotated[str, typer.Option(help=f"One or several of {', '.join(fp.signals.names('removal'))}.")] = "wasserstein",
-    protection: Annotated[str, typer.Option(help=f"One or several of {', '.join(fp.signals.names('protection'))}.")] = "taylor",
+    removal: Annotated[str | None, typer.Option(help=f"One or several of {', '.join(fp.signals.names('removal'))}; by default what fits each kind.")] = None,
+    protection: Annotated[
+        str | None, typer.Option(help=f"One or several of {', '.join(fp.signals.names('protection'))}; by default what fits each kind.")
+    ] = None,
     groups: Annotated[int | None, typer.Option(help="Compare this many groups of similar classes instead of all classes.")] = None,
     samples: Samples = None,
     batch_size: BatchSize = 64,
@@ -103,6 +105,7 @@ def score(
     label_column: LabelColumn = None,
     length: Length = 128,
     skip: Skip = None,
+    kinds: Kinds = None,
     seed: Seed = 0,
     device: Device = "cpu",
     force: Force = False,
@@ -115,8 +118,9 @@ def score(
     if is_rows(data) and label_column is None and not is_causal(net):
         raise FairprunerError(f"{type(net).__name__} does not predict the next token, so its texts need classes: give --label-column.")
     batches = read_data(model, net, data, Sampling(samples, batch_size, seed), Preprocessing(size, parse_floats(mean), parse_floats(std)), columns)
-    spaces = fp.discover(net, example_of(batches, torch.device(device)), skip=skip or ())
-    scores = fp.score(net, batches, spaces=spaces, removal=parse_names(removal), protection=parse_names(protection), groups=groups, seed=seed)
+    spaces = fp.discover(net, example_of(batches, torch.device(device)), kinds=parse_names(kinds) if kinds else None, skip=skip or ())
+    removals, protections = (parse_names(names) if names else None for names in (removal, protection))
+    scores = fp.score(net, batches, spaces=spaces, removal=removals, protection=protections, groups=groups, seed=seed)
     if is_first():
         scores.save(output)
         show(show_scores(scores, str(output)), as_json)

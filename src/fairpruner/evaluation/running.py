@@ -105,6 +105,7 @@ def _answers(model: nn.Module, tokenizer: Any, task: Task, rows: Sequence[Row], 
         found = harness.simple_evaluate(
             model=asked,
             tasks=[harness.api.task.ConfigurableTask(config=settings)],
+            task_manager=harness.tasks.TaskManager(include_defaults=False),  # it would look through thousands of tasks of its own
             num_fewshot=0,
             bootstrap_iters=0,
             apply_chat_template=bool(getattr(tokenizer, "chat_template", None)),
@@ -119,7 +120,7 @@ def _answers(model: nn.Module, tokenizer: Any, task: Task, rows: Sequence[Row], 
 
 def _harness() -> Any:
     try:
-        for name in ("models.huggingface", "api.task"):
+        for name in ("models.huggingface", "api.task", "tasks"):
             importlib.import_module(f"lm_eval.{name}")
         harness = importlib.import_module("lm_eval")
     except ModuleNotFoundError as error:

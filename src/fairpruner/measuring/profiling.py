@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -30,7 +31,7 @@ from .timing import batched, device_of, finish, machine, threads_of, timed
 SHARES = (1.0, 0.9, 0.75, 0.6, 0.45, 0.3)  # of every space's units
 MULTIPLES = (1, 8, 16, 32)  # that are tried
 BY_CHANCE = (1, 1, 8, 8, 16, 16, 32, 32)  # models whose spaces keep shares by chance, in these multiples
-CLEARLY = 0.6  # a multiple is believed if it leaves less than this of the squared misses that widths taken as they are leave
+CLEARLY = 0.75  # a multiple is believed if it leaves less than this of the misses, on average over operations, that widths taken as they are leave
 
 Progress = Callable[[int, int], None]  # rounds done, of how many
 
@@ -71,11 +72,11 @@ def latency_table(
         )
     parts *= (whole / parts.sum(axis=1))[:, None]  # looking at operations slows them down
     lengths = Lengths(accountant.factors, spaces, orders).kept(depths)  # [F, T]
-    ops, multiple = _fitted(terms, lengths, np.array([factor.size for factor in accountant.factors]), parts)
+    # All but the whole model: its largest tensors may take the memory another way, and it needs no prediction.
+    ops, multiple = _fitted(terms, lengths[:, 1:], np.array([factor.size for factor in accountant.factors]), parts[1:])
     setting = {"batch_size": batch_size, "threads": used, "runtime": runtime, "machine": machine(), "torch": torch.__version__}
-    table = LatencyTable(tuple(accountant.factors), ops, multiple, spaces.fingerprint, setting)
-    trials = zip(whole.tolist(), table.milliseconds(lengths).tolist(), strict=True)
-    return LatencyTable(table.factors, table.ops, multiple, table.fingerprint, setting, tuple(trials))
+    table = LatencyTable(tuple(accountant.factors), ops, float(whole[0]), multiple, spaces.fingerprint, setting)
+    return replace(table, trials=tuple(zip(whole.tolist(), table.milliseconds(lengths).tolist(), strict=True)))
 
 
 def _check(model: nn.Module, spaces: Spaces, batch_size: int, runtime: str, repeats: int) -> None:
@@ -140,10 +141,10 @@ def _times(models: Sequence[nn.Module], example: Any, threads: int, how: tuple[s
         call_checked(models[0], example)
         runs = [prepared(runtime, model, example, threads) for model in models]
         rounds = []
-        for done in range(repeats):
+        for done in range(repeats + 1):
             rounds.append([(timed(run), _profiled(model, example)) for run, model in zip(runs, models, strict=True)])
-            progress(done + 1, repeats)
-    whole, parts = (np.array([[pair[part] for pair in round] for round in rounds]) for part in (0, 1))
+            progress(done, repeats)
+    whole, parts = (np.array([[pair[part] for pair in round] for round in rounds[1:]]) for part in (0, 1))  # the first was to warm up
     return np.median(whole, axis=0), np.median(parts, axis=0)
 
 
@@ -159,7 +160,7 @@ def _fitted(terms: Sequence[Term], lengths: Ints, sizes: Ints, times: Floats) ->
 
 
 def _fit_op(term: Term, lengths: Ints, sizes: Ints, multiple: int, times: Floats) -> tuple[TimedOp, float]:
-    """The best parts that are not negative, and the squares they leave; of three parts every choice can be tried."""
+    """The parts that fit best by least squares and are not negative, and their misses as a share of the time; of three parts every choice can be tried."""
     axes = list(term.factors)
     padded, whole = (-(-values // multiple) * multiple for values in (lengths[axes], sizes[axes]))
     share = padded.prod(axis=0) / whole.prod()  # [T]
@@ -172,7 +173,7 @@ def _fit_op(term: Term, lengths: Ints, sizes: Ints, multiple: int, times: Floats
         left = float(((columns @ parts - times) ** 2).sum())
         if parts.min() >= 0 and left < least:
             best, least = parts, left
-    return TimedOp(tuple(axes), *best.tolist()), least
+    return TimedOp(tuple(axes), *best.tolist()), float(np.abs(columns @ best - times).sum() / times.sum())
 
 
 def _choices(count: int) -> Iterator[list[int]]:

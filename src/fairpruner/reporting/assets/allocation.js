@@ -123,7 +123,7 @@ function lengthsOf(axes, depths) {
 // The rule of latency.py: each operation a fixed part, and one that follows its work at widths rounded up to the multiple.
 class Latency {
   constructor(table, items, orders) {
-    Object.assign(this, { multiple: table.multiple, ops: table.ops, axes: axesOf(table.factors, items, orders) });
+    Object.assign(this, { original: table.original, multiple: table.multiple, ops: table.ops, axes: axesOf(table.factors, items, orders) });
     this.whole = table.ops.map(([factors]) => factors.reduce((work, f) => work * this.padded(table.factors[f].size), 1));
   }
 
@@ -133,6 +133,7 @@ class Latency {
 
   milliseconds(depths) {
     const lengths = lengthsOf(this.axes, depths);
+    if (lengths.every((length, f) => length === this.axes[f].size)) return this.original;
     return this.ops.reduce((total, [factors, fixed, work, uneven], o) => {
       const share = factors.reduce((product, f) => product * this.padded(lengths[f]), 1) / this.whole[o];
       return total + (fixed + (factors.some((f) => lengths[f] % this.multiple) ? work + uneven : work) * share);
