@@ -34,9 +34,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fairpruner as fp
-from fairpruner.diagnostics import spearman
 from fairpruner.hugging_face import pretrained
 from fairpruner.signals import Meter, Reading, Signal, Step, Task
+from fairpruner.tod import spearman
 from fairpruner.types import Kind, Spaces
 
 RESULTS = Path(__file__).parent / "results" / "routing.json"

@@ -18,6 +18,7 @@ import fairpruner as fp
 from fairpruner.cli import app
 from fairpruner.evaluation import TASKS, check_text_unseen, evaluate, find_files, perplexity, read_tokens
 from fairpruner.evaluation.tasks import parse_letter, parse_yes_or_no
+from fairpruner.hugging_face import tokenizer_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -229,6 +230,21 @@ def test_perplexity_is_the_token_by_token_count() -> None:
         found = perplexity(model, tokens, length=7, batch_size=batch_size)
         assert (found.tokens, found.windows) == (count, 4) == (19, 4)
         assert found.value == pytest.approx(math.exp(total / count), rel=1e-9)
+
+
+def test_every_byte_of_a_text_counts(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_bytes("line\r\nénd\n".encode())
+    assert byte_tokenizer().decode(read_tokens(tmp_path / "text.txt", byte_tokenizer())) == "line\r\nénd\n"
+
+
+def test_a_tokenizer_without_settings_is_taken_at_its_word(tmp_path: Path) -> None:
+    tiny_config().save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    text = "Two words,\r\n and 3 more."
+    tokenizer = tokenizer_of(str(tmp_path))
+    assert tokenizer(text, add_special_tokens=False)["input_ids"] == byte_tokenizer()(text)["input_ids"]
+    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<end>", "<end>")
 
 
 def test_perplexity_refuses_what_it_cannot_count(tmp_path: Path) -> None:

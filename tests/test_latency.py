@@ -30,7 +30,7 @@ from fairpruner.types import Scores, Spaces, Term
 def table_of(spaces: Spaces, *, multiple: int = 4, fixed: float = 0.25, uneven: float = 0.5) -> LatencyTable:
     """One operation for each matrix of the chain: a millisecond for a thousand multiply-accumulates."""
     sizes = [factor.size for factor in spaces.costs.factors]
-    ops = tuple(TimedOp(t.factors, fixed, t.coefficient * sizes[t.factors[0]] * sizes[t.factors[1]] / 1000, uneven) for t in spaces.costs.flops)
+    ops = tuple(TimedOp(t.factors, fixed, t.coefficient * sizes[t.factors[0]] * sizes[t.factors[1]] / 1000, uneven, (0.1, 0.2)) for t in spaces.costs.flops)
     return LatencyTable(spaces.costs.factors, ops, 1.25 * sum(op.fixed + op.work for op in ops), multiple, spaces.fingerprint, {"runtime": "made up"})
 
 
@@ -45,6 +45,7 @@ def by_hand(table: LatencyTable, spaces: Spaces, plan: fp.Plan) -> float:
         for f in op.factors:
             up, whole = (-(-length // table.multiple) * table.multiple for length in (lengths[f], spaces.costs.factors[f].size))
             share, ragged = share * up / whole, ragged or lengths[f] % table.multiple > 0
+            total += op.widths[op.factors.index(f)] * up / whole
         total += op.fixed + (op.work + op.uneven * ragged) * share
     return total
 
@@ -91,7 +92,7 @@ def every_plan(scores: Scores) -> list[fp.Plan]:
 def test_latency_that_rises_where_widths_become_uneven_is_scanned() -> None:
     """One space of 8 units, multiple 4, that costs 1 ms per unit and 5 ms more when uneven: 8 -> 8, 7..5 -> 13, 4 -> 4, 3..1 -> 6.5 ms."""
     scores = one_space()
-    table = LatencyTable(scores.spaces.costs.factors, (TimedOp((1,), 0.0, 8.0, 5.0),), 8.0, 4, scores.spaces.fingerprint)
+    table = LatencyTable(scores.spaces.costs.factors, (TimedOp((1,), 0.0, 8.0, 5.0, (0.0,)),), 8.0, 4, scores.spaces.fingerprint)
     kept = {depth: table.milliseconds(np.array([[3], [8 - depth], [10]]))[0] for depth in range(8)}
     assert kept == {0: 8, 1: 13, 2: 13, 3: 13, 4: 4, 5: 6.5, 6: 6.5, 7: 6.5}
     assert fp.allocate(scores, keep=fp.Budget("latency_ms", 4), latency=table).depths == {"s0": 4}
@@ -127,8 +128,8 @@ def test_auto_takes_the_multiple_of_the_table() -> None:
 def test_sweep_knows_latency() -> None:
     scores = random_scores([12, 20], seed=1)
     table = table_of(scores.spaces)
-    plans = fp.sweep(scores, "latency", [0.9, 0.6], latency=table)
-    assert [p.removed for p in plans] == [fp.allocate(scores, keep=fp.Budget("latency", a), latency=table).removed for a in (0.9, 0.6)]
+    plans = fp.sweep(scores, "latency", [0.95, 0.8], latency=table)
+    assert [p.removed for p in plans] == [fp.allocate(scores, keep=fp.Budget("latency", a), latency=table).removed for a in (0.95, 0.8)]
 
 
 def test_spaces_that_were_left_out_stay_whole() -> None:
@@ -152,8 +153,9 @@ def test_spaces_that_were_left_out_stay_whole() -> None:
         (lambda s, t: fp.allocate(s, 0.1, latency=replace(t, fingerprint="other")), "belongs to another model"),
         (lambda s, t: replace(t, multiple=0), "multiple of at least 1"),
         (lambda s, t: replace(t, original=0.0), "a time above 0"),
-        (lambda s, t: replace(t, ops=(TimedOp((0,), -1.0, 0.0, 0.0),)), "no negative time"),
-        (lambda s, t: replace(t, ops=(TimedOp((9,), 1.0, 0.0, 0.0),)), "axes of the table"),
+        (lambda s, t: TimedOp((0,), -1.0, 0.0, 0.0, (1.0,)), "no negative time"),
+        (lambda s, t: TimedOp((0,), 1.0, 0.0, 0.0, ()), "the width of each of its axes"),
+        (lambda s, t: replace(t, ops=(TimedOp((9,), 1.0, 0.0, 0.0, (0.0,)),)), "its own 4 axes"),
     ],
 )
 def test_wrong_input_gets_one_clear_sentence(call: Any, sentence: str) -> None:
@@ -188,12 +190,12 @@ def test_the_fit_of_an_operation_is_scipys_nonnegative_least_squares(seed: int, 
     op, misses = profiling._fit_op(Term(1, (0, 1)), lengths, sizes, multiple, times)
     padded = -(-lengths // multiple) * multiple / 64
     share, ragged = padded.prod(axis=0), (lengths % multiple > 0).any(axis=0)
-    columns = np.stack([np.ones(14), share, share * ragged], axis=1)
+    columns = np.stack([np.ones(14), share, share * ragged, *padded], axis=1)
     parts, rest = nnls(columns, times)
-    left = columns @ [op.fixed, op.work, op.uneven] - times
+    left = columns @ [op.fixed, op.work, op.uneven, *op.widths] - times
     assert (np.linalg.norm(left), np.abs(left).sum() / times.sum()) == (pytest.approx(rest), pytest.approx(misses))
-    if np.linalg.matrix_rank(columns) == 3:
-        np.testing.assert_allclose([op.fixed, op.work, op.uneven], parts, atol=1e-6)
+    if np.linalg.matrix_rank(columns) == 5:
+        np.testing.assert_allclose([op.fixed, op.work, op.uneven, *op.widths], parts, atol=1e-6)
 
 
 def test_a_clear_multiple_is_found_and_an_unclear_one_is_not_believed() -> None:
@@ -201,11 +203,11 @@ def test_a_clear_multiple_is_found_and_an_unclear_one_is_not_believed() -> None:
     lengths, sizes = rng.integers(20, 257, (3, 14)), np.array([256, 256, 256])
     lengths[:, ::2] -= lengths[:, ::2] % 16
     terms = [Term(1, (0, 1)), Term(1, (1, 2))]
-    truth = LatencyTable(tuple(fp.types.Factor(256, {}) for _ in range(3)), tuple(TimedOp(t.factors, 0.1, 5.0, 1.0) for t in terms), 10.0, 16, "")
+    truth = LatencyTable(tuple(fp.types.Factor(256, {}) for _ in range(3)), tuple(TimedOp(t.factors, 0.1, 5.0, 1.0, (0.3, 0.0)) for t in terms), 10.0, 16, "")
     each = np.stack([replace(truth, ops=(op,)).milliseconds(lengths) for op in truth.ops], axis=1)
     ops, multiple = profiling._fitted(terms, lengths, sizes, each)
     assert multiple == 16
-    np.testing.assert_allclose([(op.fixed, op.work, op.uneven) for op in ops], [(0.1, 5.0, 1.0)] * 2, rtol=1e-6)
+    np.testing.assert_allclose([(op.fixed, op.work, op.uneven, *op.widths) for op in ops], [(0.1, 5.0, 1.0, 0.3, 0.0)] * 2, atol=1e-6)
     smooth = np.stack([0.1 + lengths[list(t.factors)].prod(axis=0) / 256**2 for t in terms], axis=1) + 0.01 * rng.random((14, 2))
     assert profiling._fitted(terms, lengths, sizes, smooth)[1] == 1
 

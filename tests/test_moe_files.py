@@ -198,6 +198,19 @@ print(sum(p.double().abs().sum().item() for p in model.parameters()))
     assert float(done.stdout) == sum(p.double().abs().sum().item() for p in small.parameters())
 
 
+def test_files_that_only_the_outer_class_converts_are_converted_for_the_folders_code_too(tmp_path: Path) -> None:
+    """GPT-NeoX calls its head `embed_out` in files; transformers leaves the files of foreign code as they are, unless told."""
+    sizes = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
+    model = transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**sizes)).eval()
+    spaces = fp.discover(model, tokens(), kinds=["hidden"])
+    plan = fp.Plan.removing(spaces, {spaces[0].name: (1, 2)})
+    small = fp.cut(model, plan)
+    fp.save(small, plan, tmp_path / "small")
+    assert "embed_out.weight" in names_of(tmp_path / "small")
+    assert equal_state(small, fp.load(tmp_path / "small"))
+    assert equal_state(small, transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "small", trust_remote_code=True))
+
+
 def test_a_listed_block_is_saved_and_loaded(tmp_path: Path) -> None:
     model = plain_moe()
     spaces = fp.discover(model, plain_example())

@@ -57,6 +57,7 @@ def test_files_in_the_models_own_layout_are_streamed_too(qwen: tuple[Path, fp.Pl
     save_file({**fused, "lm_head.weight": moe("qwen2_moe", torch.float32).lm_head.weight.detach().clone()}, whole / "model.safetensors")
     stream(whole, plan, tmp_path / "small")
     assert same(small, fp.load(tmp_path / "small"))
+    assert "model.layers.0.mlp.experts.9.up_proj.weight" in load_file(tmp_path / "small" / "model.safetensors")  # what other programs look for
 
 
 def test_half_precision_stays_and_the_configuration_decides(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from .allocation import allocate
 from .errors import FairprunerError
-from .tod import removal_order
+from .tod import removal_order, spearman
 from .types import METRICS, Budget, ConflictCurve, Floats, Ints, Plan, Scores, UnitSpace
 
 
@@ -150,23 +150,6 @@ def mass_bound(protection: Floats, depth: int, alpha: float) -> float:
     allowed = int(np.searchsorted(np.arange(depth + 1) / depth, alpha, side="right")) - 1  # floor(alpha m), exactly
     falling = np.sort(protection)[::-1]
     return float(falling[:allowed].sum() + falling[depth : 2 * depth - allowed].sum())
-
-
-def spearman(a: Floats, b: Floats) -> float | None:
-    """Spearman's rank correlation of two score vectors, [J], ties at their average rank; None where one is constant.
-
-    >>> spearman(np.array([1.0, 2.0, 3.0]), np.array([1.0, 4.0, 9.0]))
-    1.0
-    """
-    x, y = (ranks - ranks.mean() for ranks in (_average_ranks(a), _average_ranks(b)))
-    scale = float(np.sqrt((x @ x) * (y @ y)))
-    return float(x @ y) / scale if scale else None
-
-
-def _average_ranks(values: Floats) -> Floats:
-    _, group, counts = np.unique(values, return_inverse=True, return_counts=True)
-    last: Floats = np.cumsum(counts).astype(np.float64)  # rank of the last of each group of equals
-    return (last - (counts - 1) / 2)[group]
 
 
 def _order(scores: Scores, plan: Plan, space: UnitSpace) -> Ints:

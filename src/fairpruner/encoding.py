@@ -139,7 +139,7 @@ def latency_to_json(table: LatencyTable) -> Json:
         "multiple": table.multiple,
         "trials": [list(trial) for trial in table.trials],
         "fingerprint": table.fingerprint,
-        "ops": [[list(op.factors), op.fixed, op.work, op.uneven] for op in table.ops],
+        "ops": [[list(op.factors), op.fixed, op.work, op.uneven, list(op.widths)] for op in table.ops],
         "factors": [{"size": f.size, "owned": {name: encode_runs(owned) for name, owned in f.owned.items()}} for f in table.factors],
     }
 
@@ -148,7 +148,7 @@ def latency_from_json(content: Mapping[str, Any]) -> LatencyTable:
     """What `latency_to_json` was given."""
     return LatencyTable(
         factors=tuple(Factor(index(f["size"]), {name: decode_runs(runs) for name, runs in f["owned"].items()}) for f in content["factors"]),
-        ops=tuple(TimedOp(tuple(map(index, factors)), *map(float, times)) for factors, *times in content["ops"]),
+        ops=tuple(TimedOp(tuple(map(index, factors)), *map(float, times), tuple(map(float, widths))) for factors, *times, widths in content["ops"]),
         original=float(content["original"]),
         multiple=index(content["multiple"]),
         fingerprint=content["fingerprint"],

@@ -20,7 +20,7 @@ from .shards import INDEX, SHARD, parse_size, shard_files, write_shards
 from .sources import factory_of
 from .storage import MODEL, PLAN, REPORT, VERSION, load_plan, read_tensors, write_plan, write_tensors, written_whole
 from .surgery import cut, kept_indices
-from .types import METRICS, Plan
+from .types import Plan
 
 README = "README.md"
 SHARD_SIZE = "5GB"
@@ -193,14 +193,14 @@ def _report(small: nn.Module, plan: Plan) -> Json:
 def _readme(small: nn.Module, plan: Plan, build: str | None, served: str | None) -> str:
     source = json.dumps(build) if build else "build_original  # a function that returns the original architecture, with any weights"
     arguments = f", build={source}" if served is None else ""
-    rows = "\n".join(f"| {metric} | {plan.original[metric]:,} | {plan.predicted[metric]:,} | {plan.share(metric):.1%} |" for metric in METRICS)
+    rows = "\n".join(f"| {metric} | {plan.original[metric]:,} | {plan.predicted[metric]:,} | {plan.share(metric):.1%} |" for metric in plan.predicted)
     return f"""# {type(small).__name__}, pruned with fairpruner
 
 | | original | kept | share |
 |---|---|---|---|
 {rows}
 
-FLOPs are multiply-accumulates. `{PLAN}` says which units went, `{MODEL}` holds what is left, `{REPORT}` the numbers above and those of each space.
+FLOPs are multiply-accumulates, bytes those of the parameters. `{PLAN}` says which units went, `{MODEL}` holds what is left, `{REPORT}` the numbers above and those of each space.
 
 ```python
 import fairpruner as fp

@@ -61,10 +61,21 @@ def tokenizer_of(place: str) -> Any:
     One that has no padding token fills up with its end token, which the attention mask hides.
     """
     with _loading(place):
-        tokenizer = _transformers().AutoTokenizer.from_pretrained(place, **_options(place))
+        tokenizer = _lone_tokenizer(place) or _transformers().AutoTokenizer.from_pretrained(place, **_options(place))
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "right"
+    return tokenizer
+
+
+def _lone_tokenizer(place: str) -> Any:
+    """What a tokenizer.json without settings beside it says; by the model's family transformers would put other rules in its place."""
+    file, settings = (local_file(place, name) for name in ("tokenizer.json", "tokenizer_config.json"))
+    if file is None or settings is not None:
+        return None
+    tokenizer, end = _transformers().PreTrainedTokenizerFast(tokenizer_file=file), configuration(place).eos_token_id
+    if isinstance(end, int):
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
     return tokenizer
 
 

@@ -1,7 +1,8 @@
 """A latency table: how long each operation of one model takes at any widths, on one machine, batch size and runtime.
 
-An operation's milliseconds are a fixed part and a part that follows its multiply-accumulates, where every width counts as
-its next multiple of `multiple`, as hardware computes it; widths that are no multiple may cost an extra share of that part.
+An operation's milliseconds are a fixed part, a part that follows its multiply-accumulates, and one for each of its axes that
+follows the axis' length, as norms and activations do. Every length counts as its next multiple of `multiple`, as hardware
+computes it, and lengths that are no multiple may cost an extra share of the work.
 The whole model is not put together but known: its tensors may be just large enough to cost extra, and all shares refer to it.
 """
 
@@ -20,12 +21,17 @@ from .types import Factor, Floats, Ints, Spaces
 
 @dataclass(frozen=True)
 class TimedOp:
-    """Milliseconds of one operation and of all that follows until the next: fixed + share of work kept * (work, + uneven)."""
+    """Milliseconds of one operation and of all that follows until the next, at full widths."""
 
     factors: tuple[int, ...]  # positions in LatencyTable.factors: the axes it multiplies
     fixed: float
-    work: float
-    uneven: float  # besides `work`, where the length of an axis is no multiple
+    work: float  # shrinks with the product of the lengths
+    uneven: float  # besides `work`, where a length is no multiple
+    widths: tuple[float, ...]  # one for each axis: shrinks with its length
+
+    def __post_init__(self) -> None:
+        if min(self.fixed, self.work, self.uneven, *self.widths) < 0 or len(self.widths) != len(self.factors):
+            raise FairprunerError(f"A timed operation takes no negative time, and one for the width of each of its axes, found {self}.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,24 +52,26 @@ class LatencyTable:
                 f"A latency table has operations, a multiple of at least 1 and a time above 0, found {len(self.ops)}, {self.multiple} and {self.original}."
             )
         for op in self.ops:
-            if min(op.fixed, op.work, op.uneven) < 0 or any(not 0 <= f < len(self.factors) for f in op.factors):
-                raise FairprunerError(f"A latency table's operations take no negative time and multiply axes of the table, found {op}.")
+            if any(not 0 <= f < len(self.factors) for f in op.factors):
+                raise FairprunerError(f"A latency table's operations multiply its own {len(self.factors)} axes, found {op}.")
 
     def milliseconds(self, lengths: Ints) -> Floats:
         """Of plans that keep so much of each axis, [F, N] -> [N].
 
-        >>> table = LatencyTable((Factor(32, {}),), (TimedOp((0,), 1.0, 4.0, 1.0),), original=5.5, multiple=16, fingerprint="")
+        >>> table = LatencyTable((Factor(32, {}),), (TimedOp((0,), 0.5, 4.0, 1.0, (0.5,)),), original=5.5, multiple=16, fingerprint="")
         >>> table.milliseconds(np.array([[32, 20, 16, 3]])).tolist()
-        [5.5, 6.0, 3.0, 3.5]
+        [5.5, 6.0, 2.75, 3.25]
         """
         sizes = np.array([factor.size for factor in self.factors], dtype=np.int64)
-        padded, whole = (-(-values // self.multiple) * self.multiple for values in (lengths, sizes))
+        padded, whole = (padded_to(self.multiple, values) for values in (lengths, sizes))
         ragged = lengths % self.multiple != 0
         parts = np.zeros((len(self.ops), lengths.shape[1]))
         for row, op in zip(parts, self.ops, strict=True):
             axes = list(op.factors)
             share = padded[axes].prod(axis=0) / whole[axes].prod()
             row[:] = op.fixed + np.where(ragged[axes].any(axis=0), op.work + op.uneven, op.work) * share
+            for f, width in zip(axes, op.widths, strict=True):
+                row += width * (padded[f] / whole[f])
         total = np.cumsum(parts, axis=0)[-1]  # one after the other, as the report's page adds them
         return np.where((lengths == sizes[:, None]).all(axis=0), self.original, total)
 
@@ -83,6 +91,11 @@ class LatencyTable:
         from .storage import load_latency
 
         return load_latency(path)
+
+
+def padded_to(multiple: int, lengths: Ints) -> Ints:
+    """Lengths rounded up to a multiple."""
+    return -(-lengths // multiple) * multiple
 
 
 def check_table(table: LatencyTable, spaces: Spaces) -> None:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from .batches import Batch, Loss, forward, in_halves, progress, read_batches
 from .calibration import Calibration, Part, learning
 from .calling import evaluating
-from .diagnostics import spearman
 from .errors import FairprunerError, FairprunerWarning
 from .fingerprint import fingerprint
 from .observing import LastInput
@@ -23,6 +22,7 @@ from .processes import Processes
 from .signals.base import Reading, Role, Task
 from .signals.choosing import Asked, ByKind, Choice, choose, defaults, resolve
 from .signals.classes import ClassGroups, group_classes
+from .tod import spearman
 from .tokens import real_tokens
 from .types import Floats, Scores, Spaces
 

@@ -38,7 +38,7 @@ def stream(place: str | Path, plan: Plan, folder: str | Path, *, max_shard_size:
     holders = _holders(place)
     parts = parts_of(model, holders)
     small._weight_conversions = model._weight_conversions
-    kept = _with_aliases(model, kept_indices(plan.spaces, plan.removed))
+    kept = kept_indices(plan.spaces, plan.removed)
     with new_folder(folder) as temporary:
         write_papers(small, plan, temporary, f"{PREFIX}:{place}")
         generation = local_file(str(place), GENERATION)
@@ -67,13 +67,6 @@ def _names(file: Path) -> list[str]:
             return list(opened.keys())
     except (OSError, SafetensorError) as error:
         raise FairprunerError(f"{file} cannot be read: {error}.") from error
-
-
-def _with_aliases(model: Any, kept: Kept) -> Kept:
-    """What stays, also under the other names of tied tensors."""
-    by_tensor = {id(tensor): kept[name] for name, tensor in (*model.named_parameters(), *model.named_buffers()) if name in kept}
-    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    return {name: by_tensor[id(tensor)] for name, tensor in named if id(tensor) in by_tensor}
 
 
 def _pieces(model: Any, small: Any, parts: list[Part], holders: Mapping[str, Path], kept: Kept) -> Iterator[tuple[str, torch.Tensor]]:

@@ -12,8 +12,8 @@ from rich.table import Table
 
 from .costs import predict
 from .demo import BUDGETS, DATA, PRUNED, SCORES, WEIGHTS, Outcome
-from .diagnostics import spearman
 from .recovery import Epoch
+from .tod import spearman
 from .types import METRICS, Plan, Scores, Spaces
 
 

@@ -66,3 +66,20 @@ def _vector(values: ArrayLike, what: str) -> Floats:
     if bad:
         raise FairprunerError(f"{what} scores hold {bad} of {vector.size} values that are NaN or infinite: score again without them.")
     return vector
+
+
+def spearman(a: Floats, b: Floats) -> float | None:
+    """Spearman's rank correlation of two score vectors, [J], ties at their average rank; None where one is constant.
+
+    >>> spearman(np.array([1.0, 2.0, 3.0]), np.array([1.0, 4.0, 9.0]))
+    1.0
+    """
+    x, y = (ranks - ranks.mean() for ranks in (_average_ranks(a), _average_ranks(b)))
+    scale = float(np.sqrt((x @ x) * (y @ y)))
+    return float(x @ y) / scale if scale else None
+
+
+def _average_ranks(values: Floats) -> Floats:
+    _, group, counts = np.unique(values, return_inverse=True, return_counts=True)
+    last: Floats = np.cumsum(counts).astype(np.float64)  # rank of the last of each group of equals
+    return (last - (counts - 1) / 2)[group]

@@ -30,7 +30,7 @@ class Perplexity:
 def read_tokens(path: str | Path, tokenizer: Any) -> Tensor:
     """The whole text of a file as tokens, [T], with nothing added."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_bytes().decode("utf-8")  # line ends stay what they are
     except (OSError, UnicodeDecodeError) as error:
         raise FairprunerError(f"Text {path} cannot be read: {error}.") from error
     return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.long)

@@ -28,7 +28,7 @@ def check_unseen(rows: Sequence[Row], columns: Sequence[str], path: str | Path, 
 
 def check_text_unseen(path: str | Path, calibration: str | Path) -> None:
     """Refuse a text that holds a long passage of the calibration file."""
-    text = Path(path).read_text(encoding="utf-8")
+    text = Path(path).read_bytes().decode("utf-8")
     passages = [value for row in read_rows(Path(calibration)) for value in row.values() if isinstance(value, str) and len(value) >= LONG]
     known = sum(passage in text for passage in passages)
     if known:

@@ -21,12 +21,12 @@ from ..discovery.assemble import Accountant
 from ..discovery.trace import trace
 from ..errors import FairprunerError
 from ..fingerprint import fingerprint
-from ..latency import LatencyTable, TimedOp
+from ..latency import LatencyTable, TimedOp, padded_to
 from ..surgery import cut_units
 from ..tod import removal_order
 from ..types import Floats, Ints, Spaces, Term
 from .runtimes import check_runtime, prepared
-from .timing import batched, device_of, finish, machine, threads_of, timed
+from .timing import batched, device_of, finish, machine, settle_memory, threads_of, timed
 
 SHARES = (1.0, 0.9, 0.75, 0.6, 0.45, 0.3)  # of every space's units
 MULTIPLES = (1, 8, 16, 32)  # that are tried
@@ -140,12 +140,19 @@ def _times(models: Sequence[nn.Module], example: Any, threads: int, how: tuple[s
         stack.enter_context(torch.no_grad())
         call_checked(models[0], example)
         runs = [prepared(runtime, model, example, threads) for model in models]
+        settle_memory()
         rounds = []
         for done in range(repeats + 1):
             rounds.append([(timed(run), _profiled(model, example)) for run, model in zip(runs, models, strict=True)])
             progress(done, repeats)
     whole, parts = (np.array([[pair[part] for pair in round] for round in rounds[1:]]) for part in (0, 1))  # the first was to warm up
-    return np.median(whole, axis=0), np.median(parts, axis=0)
+    return _typical(whole), _typical(parts)
+
+
+def _typical(times: Floats) -> Floats:
+    """The median over rounds, [R, T, …] -> [T, …], once rounds in which the machine was faster or slower for all are brought to one pace."""
+    pace = times.reshape(len(times), -1).sum(axis=1)
+    return np.median(times * (np.median(pace) / pace).reshape(-1, *[1] * (times.ndim - 1)), axis=0)
 
 
 def _fitted(terms: Sequence[Term], lengths: Ints, sizes: Ints, times: Floats) -> tuple[tuple[TimedOp, ...], int]:
@@ -160,20 +167,21 @@ def _fitted(terms: Sequence[Term], lengths: Ints, sizes: Ints, times: Floats) ->
 
 
 def _fit_op(term: Term, lengths: Ints, sizes: Ints, multiple: int, times: Floats) -> tuple[TimedOp, float]:
-    """The parts that fit best by least squares and are not negative, and their misses as a share of the time; of three parts every choice can be tried."""
+    """The parts that fit best by least squares and are not negative, and their misses as a share of the time; of so few parts every choice can be tried."""
     axes = list(term.factors)
-    padded, whole = (-(-values // multiple) * multiple for values in (lengths[axes], sizes[axes]))
+    padded, whole = (padded_to(multiple, values) for values in (lengths[axes], sizes[axes]))  # [A, T], [A]
     share = padded.prod(axis=0) / whole.prod()  # [T]
     ragged = (lengths[axes] % multiple != 0).any(axis=0)
-    columns = np.stack([np.ones_like(share), share, share * ragged], axis=1)  # [T, 3]
-    best, least = np.zeros(3), float(times @ times)
-    for chosen in _choices(3):
-        parts = np.zeros(3)
+    columns = np.stack([np.ones_like(share), share, share * ragged, *(padded / whole[:, None])], axis=1)  # [T, 3 + A]
+    best, least = np.zeros(columns.shape[1]), float(times @ times)
+    for chosen in _choices(columns.shape[1]):
+        parts = np.zeros(columns.shape[1])
         parts[chosen] = np.linalg.lstsq(columns[:, chosen], times, rcond=None)[0]
         left = float(((columns @ parts - times) ** 2).sum())
         if parts.min() >= 0 and left < least:
             best, least = parts, left
-    return TimedOp(tuple(axes), *best.tolist()), float(np.abs(columns @ best - times).sum() / times.sum())
+    fixed, work, uneven, *widths = best.tolist()
+    return TimedOp(tuple(axes), fixed, work, uneven, tuple(widths)), float(np.abs(columns @ best - times).sum() / times.sum())
 
 
 def _choices(count: int) -> Iterator[list[int]]:

@@ -120,7 +120,7 @@ function lengthsOf(axes, depths) {
   return axes.map((axis) => axis.parts.reduce((size, { s, gone }) => size - gone[depths[s]], axis.size));
 }
 
-// The rule of latency.py: each operation a fixed part, and one that follows its work at widths rounded up to the multiple.
+// The rule of latency.py: each operation has a fixed part, one that follows its work and one for each width, rounded up to the multiple.
 class Latency {
   constructor(table, items, orders) {
     Object.assign(this, { original: table.original, multiple: table.multiple, ops: table.ops, axes: axesOf(table.factors, items, orders) });
@@ -134,9 +134,10 @@ class Latency {
   milliseconds(depths) {
     const lengths = lengthsOf(this.axes, depths);
     if (lengths.every((length, f) => length === this.axes[f].size)) return this.original;
-    return this.ops.reduce((total, [factors, fixed, work, uneven], o) => {
+    return this.ops.reduce((total, [factors, fixed, work, uneven, widths], o) => {
       const share = factors.reduce((product, f) => product * this.padded(lengths[f]), 1) / this.whole[o];
-      return total + (fixed + (factors.some((f) => lengths[f] % this.multiple) ? work + uneven : work) * share);
+      const worked = fixed + (factors.some((f) => lengths[f] % this.multiple) ? work + uneven : work) * share;
+      return total + factors.reduce((sum, f, a) => sum + widths[a] * (this.padded(lengths[f]) / this.padded(this.axes[f].size)), worked);
     }, 0);
   }
 }
