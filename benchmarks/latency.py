@@ -2,14 +2,15 @@
 
     python benchmarks/latency.py --score                       calibration pass over 64 images, once; no timing
     python benchmarks/latency.py --time resnet50               each about 4 minutes on two cores
+    python benchmarks/latency.py --time resnet50 --channels-last
     python benchmarks/latency.py --time mobilenet_v2
     python benchmarks/latency.py --time deit_small
     python benchmarks/latency.py --table                       the tables of docs/measure.md
 
 ResNet-50 has real weights and is cut to the paper's 47.2 % of its FLOPs, with widths as they come and in multiples that its
 latency table prefers; the two and the original run in turn. The others have random weights, which cost as much time. All are
-cut to several budgets of latency too, in one run with the measurement of their table. Everything runs in torch's default
-memory format, with its threads bound to their cores. Writes benchmarks/results/latency.json.
+cut to several budgets of latency too, in one run with the measurement of their table. Threads are bound to their cores.
+Writes benchmarks/results/latency.json.
 """
 
 from __future__ import annotations
@@ -88,24 +89,25 @@ def score(shared: Path) -> None:
         print(name, len(scores.spaces), "spaces", flush=True)
 
 
-def times_of(models: Mapping[str, nn.Module], batch: int) -> dict[str, np.ndarray]:
+def times_of(models: Mapping[str, nn.Module], example: torch.Tensor) -> dict[str, np.ndarray]:
     """Milliseconds of each model, taken in turn, [REPEATS]."""
-    example = batched(torch.rand(1, 3, SIDE, SIDE), batch)
     with torch.no_grad():
         times = interleaved([prepared("eager", model.eval(), example, torch.get_num_threads()) for model in models.values()], REPEATS)
     return dict(zip(models, times, strict=True))
 
 
-def measure(name: str, shared: Path) -> dict[str, Any]:
-    model, scores = MODELS[name](shared), fp.Scores.load(WORK / f"{name}.safetensors")
+def measure(name: str, shared: Path, layout: torch.memory_format) -> dict[str, Any]:
+    model, scores = MODELS[name](shared).to(memory_format=layout), fp.Scores.load(WORK / f"{name}.safetensors")  # type: ignore[call-overload]
+    sample = torch.rand(1, 3, SIDE, SIDE).to(memory_format=layout)
     results: dict[str, Any] = {"speed-up": [], "prediction": []}
     for batch in BATCHES[name]:
-        table = fp.latency_table(model, torch.rand(1, 3, SIDE, SIDE), scores.spaces, batch_size=batch, repeats=10 if batch == 1 else 5)
+        table = fp.latency_table(model, sample, scores.spaces, batch_size=batch, repeats=10 if batch == 1 else 5)
         plans = {f"latency={share}, multiples of {multiple}": plan_for(scores, fp.Budget("latency", share), multiple, table) for share, multiple in BUDGETS}
         if name == "resnet50":
             flops = {f"flops={KEEP}, multiples of {multiple}": plan_for(scores, fp.Budget("flops", KEEP), multiple, table) for multiple in (1, "auto")}
             plans = flops | (plans if batch == 1 else {})
-        times = times_of({"original": model} | {what: fp.cut(model, plan) for what, plan in plans.items()}, batch)
+        cut = {what: fp.cut(model, plan).to(memory_format=layout) for what, plan in plans.items()}  # type: ignore[call-overload]
+        times = times_of({"original": model} | cut, batched(sample, batch))
         for what, plan in plans.items():
             predicted, measured = plan.predicted["latency_ms"], Spread.of(times[what])
             faster = Spread.of(times["original"] / times[what])
@@ -129,14 +131,15 @@ def plan_for(scores: fp.Scores, budget: fp.Budget, multiple: Any, table: Any) ->
 
 def tables(results: Mapping[str, Any]) -> str:
     """Both tables as Markdown."""
-    lines = ["| batch | widths | original ms | pruned ms | times faster | ideal | paper |", "|---|---|---|---|---|---|---|"]
-    for row in results["resnet50"]["speed-up"]:
-        spreads = (f"{s['median']:.3g} ({s['low']:.3g}–{s['high']:.3g})" for s in (row["original_ms"], row["pruned_ms"], row["faster"]))
-        widths = "as they come" if row["plan"].endswith(" 1") else f"multiples of {row['multiple']}, by the table"
-        lines.append(f"| {row['batch']} | {widths} | {' | '.join(spreads)} | {row['ideal']:.2f} | {row['paper']} |")
+    lines = ["| memory format | batch | widths | original ms | pruned ms | times faster | ideal | paper |", "|---|---|---|---|---|---|---|---|"]
+    for name, layout in (("resnet50", "default"), ("resnet50 channels_last", "channels_last")):
+        for row in results.get(name, {}).get("speed-up", ()):
+            spreads = (f"{s['median']:.3g} ({s['low']:.3g}–{s['high']:.3g})" for s in (row["original_ms"], row["pruned_ms"], row["faster"]))
+            widths = "as they come" if row["plan"].endswith(" 1") else f"multiples of {row['multiple']}, by the table"
+            lines.append(f"| {layout} | {row['batch']} | {widths} | {' | '.join(spreads)} | {row['ideal']:.2f} | {row['paper']} |")
     lines += ["", "| model | batch | plan | predicted ms | measured ms | miss | miss of the share |", "|---|---|---|---|---|---|---|"]
-    for name in MODELS:
-        for row in results.get(name, {}).get("prediction", ()):
+    for name, found in results.items():
+        for row in found["prediction"]:
             times = f"{row['predicted_ms']:.1f} | {row['measured_ms']:.1f}"
             lines.append(f"| {name} | {row['batch']} | {row['plan']} | {times} | {row['miss']:+.1%} | {row['miss_of_share']:+.1%} |")
     return "\n".join(lines)
@@ -145,6 +148,7 @@ def tables(results: Mapping[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shared", type=Path, default=Path("../shared"), help="folder with data and weights")
+    parser.add_argument("--channels-last", action="store_true", help="time in this memory format, all models alike")
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument("--score", action="store_true", help="score all three models")
     action.add_argument("--time", choices=MODELS, help="make a latency table, cut and measure one of them")
@@ -155,7 +159,8 @@ def main() -> None:
         score(options.shared)
     elif options.time:
         about = {"command": shlex.join(["python", *sys.argv]), "machine": f"{machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"}
-        results[options.time] = about | measure(options.time, options.shared)
+        layout = torch.channels_last if options.channels_last else torch.contiguous_format
+        results[options.time + " channels_last" * options.channels_last] = about | measure(options.time, options.shared, layout)
         RESULTS.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     if results:
         print(tables(results))

@@ -1,6 +1,6 @@
 """The paper's experiment on routed experts: what is left of a language model without half, three quarters or five sixths of them.
 
-    pip install "fairpruner[transformers,evaluate,energy]"
+    pip install "fairpruner[hf,lm_eval,energy]"
     python benchmarks/moe.py --shared ../shared                      # the trained tiny Qwen2-MoE: about 40 minutes on two cores
     python benchmarks/moe.py --shared ../shared --only repair        # one part of: table, repair, costs, tasks
     python benchmarks/moe.py --shared ../shared --table              # only put the tables into docs/moe.md

@@ -3,7 +3,7 @@
     pip install transformers
     python benchmarks/routing.py --shared ../shared --tokens 0          # the cost, about a minute
     python benchmarks/routing.py --shared ../shared --tokens 1024000    # the noise, about 20 minutes on one core
-    python benchmarks/routing.py --table                                # both as in docs/signals.md
+    python benchmarks/routing.py --table                                # only put the tables into docs/signals.md
 
 Cost: one call of `score` with five signals against a plain forward of the same tokens with the fastest experts that
 transformers has, in interleaved rounds, medians.
@@ -40,6 +40,8 @@ from fairpruner.tod import spearman
 from fairpruner.types import Kind, Spaces
 
 RESULTS = Path(__file__).parent / "results" / "routing.json"
+PAGE = Path(__file__).parents[1] / "docs" / "signals.md"
+START, END = "<!-- made by: python benchmarks/routing.py --table -->", "<!-- end -->"
 REMOVAL = ("soft_activation", "soft_activation_all", "frequency", "reap")
 LENGTH, WINDOWS, DOMAINS = 128, 40, 10  # tokens of a window, as the model was trained, windows of a batch, kinds of text
 VALIDATION = 24_576  # tokens
@@ -189,7 +191,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shared", type=Path, default=Path("../shared"), help="folder with data/text and weights/tiny_qwen2moe")
     parser.add_argument("--tokens", type=int, default=0, help="calibration tokens to record for the noise; 0 measures the cost")
-    parser.add_argument("--table", action="store_true", help="print the tables of the results that are there")
+    parser.add_argument("--table", action="store_true", help="put the tables into docs/signals.md, measure nothing")
     options = parser.parse_args()
     before = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     if not options.table:
@@ -197,7 +199,8 @@ def main() -> None:
         before |= {part: {"command": shlex.join(["python", *sys.argv]), **result} for part, result in found.items()}
         RESULTS.parent.mkdir(parents=True, exist_ok=True)
         RESULTS.write_text(json.dumps(before, indent=2) + "\n", encoding="utf-8")
-    print(table(before))
+    before_table, rest = PAGE.read_text(encoding="utf-8").split(START)
+    PAGE.write_text(before_table + START + "\n\n" + table(before) + "\n\n" + END + rest.split(END)[1], encoding="utf-8")
 
 
 if __name__ == "__main__":

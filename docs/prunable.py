@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 import conftest  # noqa: E402, F401 (makes torchvision importable)
 import timm  # noqa: E402
 import torchvision.models  # noqa: E402
+from moe_zoo import FAMILIES, FURTHER, moe, plain_example, plain_moe, tokens  # noqa: E402
 from test_real_models import TORCHVISION  # noqa: E402
 from transformers_zoo import HUGGING_FACE, TIMM, hugging_face  # noqa: E402
 from zoo import SMALL  # noqa: E402
@@ -29,13 +30,13 @@ from fairpruner.calling import describe  # noqa: E402
 
 INTRODUCTION = """# What can be pruned
 
-Every model below is cut in the tests: in float64 the cut model equals the masked one to 1e-8, and its parameters and FLOPs are
+Every model below is cut in the tests: in float64 the cut model equals the masked one to 1e-8 (routed experts: 1e-6, some of their routers compute in float32), and its parameters and FLOPs are
 the predicted ones, to the last. The Hugging Face and timm models are built small from their configurations; widths differ in
 the full-size models, what can be removed does not. This page is written by `python docs/prunable.py`.
 
 A *channel* is one output of a convolution with all that reads it, a *hidden* unit one neuron between two linear maps (in a gated
 MLP: gate, up and down together), a *head* one attention head with its rows of q, k and v and its columns of the output
-projection (with grouped keys: one key-value group with its query heads). The embedding width of a transformer is one unit, since
+projection (with grouped keys: one key-value group with its query heads), an *expert* one routed expert with its row of the router. The embedding width of a transformer is one unit, since
 its norms mix all of it, and stays. Whatever the example input shows to be impossible is left out with its reason, never cut
 wrongly: `spaces.left_out` says it for your model.
 """
@@ -52,6 +53,9 @@ def models() -> Iterator[tuple[str, str, nn.Module, object]]:
         yield "timm", name, timm.create_model(name, **options), torch.randn(1, 3, size, size)
     for name, (*_, example) in HUGGING_FACE.items():
         yield "Hugging Face", name, hugging_face(name).double(), example()
+    for name in (*FAMILIES, *FURTHER):
+        yield "Mixture of experts", name, moe(name), tokens()
+    yield "Mixture of experts", "a block of one's own with an nn.ModuleList", plain_moe(), plain_example()
 
 
 def row(name: str, model: nn.Module, example: object) -> str:

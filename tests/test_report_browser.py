@@ -148,7 +148,7 @@ def test_predicted_latency_follows_the_slider_as_in_python(open_page: Open, tmp_
     scores = random_scores([17, 64, 40, 3], seed=1, noise=2.0, owned={"s0": rng.integers(1, 5, 17).tolist()})
     costs = scores.spaces.costs
     ops = tuple(TimedOp(term.factors, *rng.random(2).tolist(), uneven * rng.random(), tuple(rng.random(2).tolist())) for term in costs.flops)
-    table = LatencyTable(costs.factors, ops, 1.1 * sum(op.fixed + op.work for op in ops), 8, scores.spaces.fingerprint)
+    table = LatencyTable(costs.factors, ops, 1.1 * sum(op.fixed + op.work + sum(op.widths) for op in ops), 8, scores.spaces.fingerprint)
     page = open_page(report(scores, latency=table))
 
     def latency() -> float:

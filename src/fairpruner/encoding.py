@@ -148,7 +148,10 @@ def latency_from_json(content: Mapping[str, Any]) -> LatencyTable:
     """What `latency_to_json` was given."""
     return LatencyTable(
         factors=tuple(Factor(index(f["size"]), {name: decode_runs(runs) for name, runs in f["owned"].items()}) for f in content["factors"]),
-        ops=tuple(TimedOp(tuple(map(index, factors)), *map(float, times), tuple(map(float, widths))) for factors, *times, widths in content["ops"]),
+        ops=tuple(
+            TimedOp(tuple(map(index, factors)), float(fixed), float(work), float(uneven), tuple(map(float, widths)))
+            for factors, fixed, work, uneven, widths in content["ops"]
+        ),
         original=float(content["original"]),
         multiple=index(content["multiple"]),
         fingerprint=content["fingerprint"],

@@ -78,8 +78,8 @@ class LatencyTable:
     @property
     def misses(self) -> Floats:
         """By which share predictions missed the models that the table was made from, [trials]."""
-        measured, predicted = np.array(self.trials).reshape(-1, 2).T
-        return predicted / measured - 1
+        trials: Floats = np.array(self.trials).reshape(-1, 2)
+        return trials[:, 1] / trials[:, 0] - 1
 
     def save(self, path: str | Path) -> None:
         from .storage import save_latency

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from .generation import generates, prefill_and_decode
 from .memory import peak_gpu, peak_resident
 from .profiling import latency_table
 from .runtimes import RUNTIMES, check_runtime, prepared
-from .timing import Run, batched, interleaved, machine, threads_of
+from .timing import Run, batched, device_of, interleaved, machine, threads_of
 from .values import Measurement, Quantity, Spread, Timing
 
 __all__ = ["RUNTIMES", "Measurement", "Quantity", "Spread", "Timing", "latency_table", "measure"]
@@ -93,17 +92,12 @@ class _as_used:
         self._inside.__exit__(*error)
 
 
-def _pairs(models: Sequence[nn.Module], value: Callable[[nn.Module], float]) -> tuple[float, ...]:
-    return tuple(value(model) for model in models)
-
-
 def _counts(models: Sequence[nn.Module], sample: Any) -> Iterator[Quantity]:
-    yield Quantity("params", "", *_pairs(models, count_params))
-    yield Quantity("flops", "", *_pairs(models, partial(count_flops, example=sample)))
-    yield Quantity("bytes", "B", *_pairs(models, stored_bytes))
-    gpu = [peak_gpu(model, sample) for model in models]
-    if None not in gpu:
-        yield Quantity("peak GPU memory", "B", *gpu)
+    yield Quantity.of("params", "", map(count_params, models))
+    yield Quantity.of("flops", "", (count_flops(model, sample) for model in models))
+    yield Quantity.of("bytes", "B", map(stored_bytes, models))
+    if device_of(sample).type == "cuda":
+        yield Quantity.of("peak GPU memory", "B", (peak_gpu(model, sample) for model in models))
 
 
 def stored_bytes(model: nn.Module) -> int:
@@ -118,16 +112,16 @@ def _memory(models: Sequence[nn.Module], example: Any, threads: int) -> list[Qua
     except FairprunerError as error:
         return [Quantity("peak memory", "B", None, note=str(error))]
     note = "the part of the peak that loading and running the model added to torch's own"
-    added = Quantity("model memory", "B", *(f["peak"] - f["idle"] for f in found), note=note)
-    return [Quantity("peak memory", "B", *(f["peak"] for f in found)), added]
+    added = Quantity.of("model memory", "B", (f["peak"] - f["idle"] for f in found), note)
+    return [Quantity.of("peak memory", "B", (f["peak"] for f in found)), added]
 
 
 def _energy(models: Sequence[nn.Module], example: Any, threads: int, country: str) -> list[Quantity]:
     found = [energy_of(prepared("eager", model, example, threads), country) for model in models]
     note = "" if all(f.counted for f in found) else "an estimate from the processor's load and nominal power: the hardware offers no counter"
     return [
-        Quantity("energy", "J", *(f.joules for f in found), note=note),
-        Quantity("CO2", "mg", *(f.co2_milligrams for f in found), note=note and f"{note}, and from the power mix of {country}"),
+        Quantity.of("energy", "J", (f.joules for f in found), note),
+        Quantity.of("CO2", "mg", (f.co2_milligrams for f in found), note and f"{note}, and from the power mix of {country}"),
     ]
 
 

@@ -42,11 +42,9 @@ def peak_resident(model: nn.Module, example: Any, threads: int) -> dict[str, int
     return found
 
 
-def peak_gpu(model: nn.Module, example: Any) -> int | None:
-    """Bytes that torch allocated at most on the example's GPU, the weights among them; None without one."""
+def peak_gpu(model: nn.Module, example: Any) -> int:
+    """Bytes that torch allocated at most on the example's GPU, the weights among them."""
     device = device_of(example)
-    if device.type != "cuda":
-        return None
     torch.cuda.reset_peak_memory_stats(device)
     with torch.no_grad():
         call(model, example)

@@ -152,7 +152,8 @@ def _times(models: Sequence[nn.Module], example: Any, threads: int, how: tuple[s
 def _typical(times: Floats) -> Floats:
     """The median over rounds, [R, T, …] -> [T, …], once rounds in which the machine was faster or slower for all are brought to one pace."""
     pace = times.reshape(len(times), -1).sum(axis=1)
-    return np.median(times * (np.median(pace) / pace).reshape(-1, *[1] * (times.ndim - 1)), axis=0)
+    typical: Floats = np.median(times * (np.median(pace) / pace).reshape(-1, *[1] * (times.ndim - 1)), axis=0)
+    return typical
 
 
 def _fitted(terms: Sequence[Term], lengths: Ints, sizes: Ints, times: Floats) -> tuple[tuple[TimedOp, ...], int]:

@@ -39,7 +39,9 @@ def render(measurement: Measurement) -> Group:
 
 def _quantity(q: Quantity, compared: bool) -> tuple[str, ...]:
     def shown(value: float | None) -> str:
-        return "–" if value is None else SHOWN.get(q.unit, lambda v: f"{v:.3g} {q.unit}")(value)
+        if value is None:
+            return "–"
+        return SHOWN[q.unit](value) if q.unit in SHOWN else f"{value:.3g} {q.unit}"
 
     if not compared:
         return (shown(q.model),)

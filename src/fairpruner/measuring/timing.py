@@ -94,7 +94,7 @@ def batched(example: Any, size: int) -> Any:
     torch.Size([3, 5])
     """
     if isinstance(example, torch.Tensor):
-        return example[:1].expand(size, *example.shape[1:]).contiguous() if example.ndim else example
+        return torch.cat([example[:1]] * size) if example.ndim else example  # in the example's memory format
     if isinstance(example, (tuple, list)):
         return type(example)(batched(part, size) for part in example)
     if hasattr(example, "items"):

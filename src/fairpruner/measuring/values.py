@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from io import StringIO
 from typing import TYPE_CHECKING, Any
@@ -43,6 +43,12 @@ class Quantity:
     model: float | None
     against: float | None = None
     note: str = ""
+
+    @staticmethod
+    def of(name: str, unit: str, values: Iterable[float], note: str = "") -> Quantity:
+        """Of the model, and of what it is compared with, if anything."""
+        model, *against = values
+        return Quantity(name, unit, model, against[0] if against else None, note)
 
 
 @dataclass(frozen=True)
