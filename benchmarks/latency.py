@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_PROC_BIND", "true")  # before torch starts its threads: they may else share a core for seconds
+os.environ.setdefault("OMP_PROC_BIND", "true")  # before torch starts its threads, so that they do not move between cores
 
 import numpy as np
 import torch
