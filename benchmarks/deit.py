@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fairpruner as fp
-from fairpruner.sources import load_model
+from fairpruner.inputs.sources import load_model
 
 RESULTS = Path(__file__).parent / "results" / "deit.json"
 IMAGES, CLASSES, BATCH, SIDE = 256, 8, 32, 224

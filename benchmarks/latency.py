@@ -34,10 +34,10 @@ from torch import nn
 from torchvision_shim import torchvision
 
 import fairpruner as fp
+from fairpruner.inputs.sources import load_model
 from fairpruner.measuring.runtimes import prepared
 from fairpruner.measuring.timing import batched, interleaved, machine
 from fairpruner.measuring.values import Spread
-from fairpruner.sources import load_model
 
 RESULTS = Path(__file__).parent / "results" / "latency.json"
 WORK = Path(tempfile.gettempdir()) / "fairpruner-latency"  # scores wait here for the timing

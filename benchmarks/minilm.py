@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fairpruner as fp
-from fairpruner.hugging_face import pretrained, tokenizer_of
+from fairpruner.inputs.hugging_face import pretrained, tokenizer_of
 from fairpruner.signals.classes import kmeans
 
 RESULTS = Path(__file__).parent / "results" / "minilm.json"

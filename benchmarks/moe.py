@@ -34,7 +34,7 @@ from torch import Tensor, nn
 import fairpruner as fp
 from fairpruner.evaluation import TASKS, evaluate, perplexity
 from fairpruner.experts import expert_blocks
-from fairpruner.hugging_face import pretrained, tokenizer_of
+from fairpruner.inputs.hugging_face import pretrained, tokenizer_of
 
 RESULTS = Path(__file__).parent / "results" / "moe.json"
 PAGE = Path(__file__).parents[1] / "docs" / "moe.md"

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fairpruner as fp
-from fairpruner.hugging_face import pretrained
+from fairpruner.inputs.hugging_face import pretrained
 from fairpruner.signals import Meter, Reading, Signal, Step, Task
 from fairpruner.tod import spearman
 from fairpruner.types import Kind, Spaces

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import fairpruner as fp
-from fairpruner.datasets import Sampling
 from fairpruner.evaluation import check_text_unseen, perplexity, read_tokens
-from fairpruner.hugging_face import pretrained, tokenizer_of
-from fairpruner.text import Columns, load_text
+from fairpruner.inputs.datasets import Sampling
+from fairpruner.inputs.hugging_face import pretrained, tokenizer_of
+from fairpruner.inputs.text import Columns, load_text
 
 LENGTH = 256  # tokens of a calibration text, and of a window of the held-out one
 

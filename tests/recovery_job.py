@@ -19,9 +19,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-import fairpruner.batches
+import fairpruner.files.storage
+import fairpruner.inputs.batches
 import fairpruner.recovery.training
-import fairpruner.storage
 from fairpruner.recovery import recover
 from fairpruner.recovery.history import Epoch
 from fairpruner.recovery.recipe import Recipe
@@ -71,7 +71,7 @@ MOMENTS: dict[str, tuple[Any, str]] = {
     "average": (fairpruner.recovery.training, "_follow"),
     "validation": (fairpruner.recovery.training, "mean_loss"),
     "save": (fairpruner.recovery.training, "save_checkpoint"),
-    "write": (fairpruner.storage, "save_file"),
+    "write": (fairpruner.files.storage, "save_file"),
     "rename": (os, "replace"),
 }
 

@@ -13,8 +13,8 @@ from torch import nn
 
 import fairpruner as fp
 from fairpruner.allocation import shuffled, sweep
-from fairpruner.encoding import plan_from_json, plan_to_json, spaces_from_json, spaces_to_json
 from fairpruner.experts import expert_blocks
+from fairpruner.files.encoding import plan_from_json, plan_to_json, spaces_from_json, spaces_to_json
 from fairpruner.types import CostModel, Scores
 
 

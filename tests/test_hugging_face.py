@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 import fairpruner as fp
 from fairpruner.cli import app
-from fairpruner.hugging_face import example_for
-from fairpruner.sources import factory_of, load_model, transform_of
+from fairpruner.inputs.hugging_face import example_for
+from fairpruner.inputs.sources import factory_of, load_model, transform_of
 
 transformers = pytest.importorskip("transformers")
 

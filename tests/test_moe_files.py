@@ -17,8 +17,8 @@ from torch import nn
 
 import fairpruner as fp
 from fairpruner.experts import expert_blocks
-from fairpruner.shards import parse_size
-from fairpruner.streaming import stream
+from fairpruner.files.shards import parse_size
+from fairpruner.files.streaming import stream
 
 transformers = pytest.importorskip("transformers", minversion="5")
 

@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fairpruner as fp
 import fairpruner.recovery.training
-from fairpruner.batches import Batch
+from fairpruner.inputs.batches import Batch
 from fairpruner.recovery import recover
 from fairpruner.recovery.checkpoints import FILE
 from fairpruner.recovery.feeding import deal, steps_of

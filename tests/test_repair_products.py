@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fairpruner.batches import Batch
+from fairpruner.inputs.batches import Batch
 from fairpruner.repair.products import Product, Walk
 from fairpruner.repair.regression import Fit, Sums, choose, choose_mean
 from fairpruner.repair.wiring import Offset, Sum, find_wires

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from fairpruner.batches import read_batches
 from fairpruner.errors import FairprunerError
+from fairpruner.inputs.batches import read_batches
 from fairpruner.scoring import score
 from fairpruner.types import CostModel, Scores, Spaces
 

@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import fairpruner as fp
-from fairpruner.datasets import Preprocessing, Sampling, choose, example_of, load_data
-from fairpruner.sources import example_for, factory_of, load_model, load_weights, resolve, transform_of
+from fairpruner.inputs.datasets import Preprocessing, Sampling, choose, example_of, load_data
+from fairpruner.inputs.sources import example_for, factory_of, load_model, load_weights, resolve, transform_of
 
 NET = """
 import torch

@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import fairpruner as fp
-from fairpruner import folders, storage
-from fairpruner.encoding import decode_runs, digest, encode_runs, plan_to_json, readable, spaces_to_json
+from fairpruner.files import folders, storage
+from fairpruner.files.encoding import decode_runs, digest, encode_runs, plan_to_json, readable, spaces_to_json
 from fairpruner.types import CostModel, Count, Factor, Plan, Scores, Slice, Spaces, Term, UnitSpace
 
 

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 import fairpruner as fp
 from fairpruner.cli import app
-from fairpruner.streaming import stream
+from fairpruner.files.streaming import stream
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
@@ -133,7 +133,7 @@ import sys
 import conftest
 import torch, transformers
 import fairpruner as fp
-from fairpruner.streaming import stream
+from fairpruner.files.streaming import stream
 
 torch.set_num_threads(1)
 transformers.Qwen2MoeForCausalLM  # what is imported is not what is limited

@@ -18,11 +18,11 @@ from torch.nn import functional as F
 from transformers_zoo import hugging_face
 
 import fairpruner as fp
-from fairpruner.batches import mean_loss, read_batches
-from fairpruner.datasets import Sampling
+from fairpruner.inputs.batches import mean_loss, read_batches
+from fairpruner.inputs.datasets import Sampling
+from fairpruner.inputs.text import Columns, load_text
+from fairpruner.inputs.tokens import IGNORED, targets_of
 from fairpruner.observing import LastInput
-from fairpruner.text import Columns, load_text
-from fairpruner.tokens import IGNORED, targets_of
 
 CPU = torch.device("cpu")
 

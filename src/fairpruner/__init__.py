@@ -7,7 +7,7 @@ from .costs import count_flops, count_params
 from .diagnostics import diagnose
 from .discovery import discover
 from .errors import FairprunerError, FairprunerWarning
-from .folders import load, save
+from .files.folders import load, save
 from .latency import LatencyTable
 from .measuring import Measurement, latency_table, measure
 from .pipeline import prune

@@ -10,16 +10,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .batches import Batch, Loss, forward, logits_of, mean_loss, token_losses
 from .calling import describe
 from .errors import FairprunerError
 from .experts import expert_blocks
+from .inputs.batches import Batch, Loss, forward, logits_of, mean_loss, token_losses
+from .inputs.tokens import counted_tokens, mean_over_tokens, real_tokens
 from .observing import Read, find_hooks, reads_of, watching
 from .routing import Call, gates_of, loss_position_terms, slopes_of, watching_experts
 from .signals.base import Meter, Need, Signal, Step
 from .signals.choosing import Choice
 from .signals.classes import ClassGroups
-from .tokens import counted_tokens, mean_over_tokens, real_tokens
 from .types import Kind, Spaces, UnitSpace
 
 

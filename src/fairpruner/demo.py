@@ -18,11 +18,11 @@ from .allocation import allocate, sweep
 from .diagnostics import Diagnosis, diagnose
 from .discovery import discover
 from .errors import FairprunerError
-from .folders import save
+from .files.folders import save
+from .files.storage import written_whole
 from .recovery import recover
 from .repair import repair
 from .scoring import score
-from .storage import written_whole
 from .surgery import cut
 from .types import Budget, Plan
 

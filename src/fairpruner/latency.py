@@ -82,13 +82,13 @@ class LatencyTable:
         return trials[:, 1] / trials[:, 0] - 1
 
     def save(self, path: str | Path) -> None:
-        from .storage import save_latency
+        from .files.storage import save_latency
 
         save_latency(self, path)
 
     @staticmethod
     def load(path: str | Path) -> LatencyTable:
-        from .storage import load_latency
+        from .files.storage import load_latency
 
         return load_latency(path)
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from .errors import FairprunerError
-from .tokens import mean_over_tokens
+from .inputs.tokens import mean_over_tokens
 from .types import Ints, Slice, UnitSpace
 
 

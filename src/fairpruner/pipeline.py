@@ -13,9 +13,9 @@ from torch import nn
 
 from .allocation import allocate
 from .composition import compose, remaining
-from .datasets import example_of
 from .discovery import discover
 from .errors import FairprunerError, unknown
+from .inputs.datasets import example_of
 from .recovery import recover
 from .repair import METHODS
 from .repair import repair as mend

@@ -10,8 +10,8 @@ import numpy as np
 
 from .allocation import allocate
 from .errors import FairprunerError, unknown
+from .files.storage import PLAN, written_whole
 from .reporting.measured import read_json
-from .storage import PLAN, written_whole
 from .types import METRICS, Plan, Scores
 
 if TYPE_CHECKING:

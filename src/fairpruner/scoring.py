@@ -12,18 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .batches import Batch, Loss, forward, in_halves, progress, read_batches
 from .calibration import Calibration, Part, learning
 from .calling import evaluating
 from .errors import FairprunerError, FairprunerWarning
 from .fingerprint import fingerprint
+from .inputs.batches import Batch, Loss, forward, in_halves, progress, read_batches
+from .inputs.tokens import real_tokens
 from .observing import LastInput
 from .processes import Processes
 from .signals.base import Reading, Role, Task
 from .signals.choosing import Asked, ByKind, Choice, choose, defaults, resolve
 from .signals.classes import ClassGroups, group_classes
 from .tod import spearman
-from .tokens import real_tokens
 from .types import Floats, Scores, Spaces
 
 # Rank correlations of two halves of the data, below which the ranks of experts are noise; about 50,000 tokens for 60 experts (benchmarks/routing.py).

@@ -224,13 +224,13 @@ class Scores:
         return replace(self, spaces=spaces, removals=narrowed(self.removals), protections=narrowed(self.protections), halves=narrowed(self.halves))
 
     def save(self, path: str | Path) -> None:
-        from .storage import save_scores
+        from .files.storage import save_scores
 
         save_scores(self, path)
 
     @staticmethod
     def load(path: str | Path) -> Scores:
-        from .storage import load_scores
+        from .files.storage import load_scores
 
         return load_scores(path)
 
@@ -380,12 +380,12 @@ class Plan:
         return Plan(spaces, units, None, "given", False, predict(spaces, units), predict(spaces, {}))
 
     def save(self, path: str | Path) -> None:
-        from .storage import save_plan
+        from .files.storage import save_plan
 
         save_plan(self, path)
 
     @staticmethod
     def load(path: str | Path) -> Plan:
-        from .storage import load_plan
+        from .files.storage import load_plan
 
         return load_plan(path)

@@ -17,14 +17,14 @@ from typer.core import TyperGroup
 import fairpruner as fp
 
 from ..allocation import RULES
-from ..datasets import Preprocessing, Sampling, load_data
 from ..errors import FairprunerError
-from ..folders import is_folder_file
-from ..hugging_face import is_source, place_of, tokenizer_of
+from ..files.folders import is_folder_file
+from ..inputs.datasets import Preprocessing, Sampling, load_data
+from ..inputs.hugging_face import is_source, place_of, tokenizer_of
+from ..inputs.sources import PRETRAINED, is_zoo, load_model, transform_of
+from ..inputs.text import Columns, is_rows, load_text
 from ..latency import LatencyTable
-from ..sources import PRETRAINED, is_zoo, load_model, transform_of
 from ..tables import Shown
-from ..text import Columns, is_rows, load_text
 from ..types import KINDS, Budget
 
 

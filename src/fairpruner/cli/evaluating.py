@@ -13,7 +13,7 @@ from rich.console import Group
 
 from ..errors import FairprunerError
 from ..evaluation import TASKS, Outcome, Perplexity, check_text_unseen, evaluate, find_files, perplexity, read_tokens
-from ..hugging_face import is_causal, is_source, place_of, tokenizer_of
+from ..inputs.hugging_face import is_causal, is_source, place_of, tokenizer_of
 from ..tables import Shown, table_of
 from .common import AsJson, BatchSize, Device, app, parse_names, show, trained
 

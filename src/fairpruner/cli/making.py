@@ -13,17 +13,17 @@ from torch.utils.data import DataLoader
 
 import fairpruner as fp
 
-from ..datasets import Preprocessing, Sampling
 from ..demo import DATA, PRUNED, SCORES, WEIGHTS
 from ..demo import run as run_demo
 from ..errors import FairprunerError
-from ..folders import SHARD_SIZE
-from ..hugging_face import is_source, place_of
+from ..files.folders import SHARD_SIZE
+from ..files.streaming import stream
+from ..inputs.datasets import Preprocessing, Sampling
+from ..inputs.hugging_face import is_source, place_of
+from ..inputs.text import Columns
 from ..recovery.recipe import OPTIMIZERS, SCHEDULES
 from ..repair import METHODS
-from ..streaming import stream
 from ..tables import show_demo, show_history, show_plan
-from ..text import Columns
 from ..types import Plan
 from .common import (
     AsJson,

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_map_only
 import fairpruner as fp
 
 from ..errors import FairprunerError
+from ..inputs.sources import example_for
 from ..measuring import RUNTIMES
-from ..sources import example_for
 from ..tables import Shown, table_of
 from ..types import Scores
 from .common import AsJson, Device, Force, Model, ScoresFile, Weights, app, check_room, parse_names, parse_shape, show, trained

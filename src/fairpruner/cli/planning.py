@@ -10,12 +10,12 @@ import typer
 
 import fairpruner as fp
 
-from ..datasets import Preprocessing, Sampling, example_of
 from ..errors import FairprunerError
-from ..hugging_face import is_causal
-from ..sources import example_for, load_model
+from ..inputs.datasets import Preprocessing, Sampling, example_of
+from ..inputs.hugging_face import is_causal
+from ..inputs.sources import example_for, load_model
+from ..inputs.text import Columns, is_rows
 from ..tables import Shown, show_plan, show_scores, show_spaces, show_sweep
-from ..text import Columns, is_rows
 from ..types import BUDGETS, Metric, Plan, Scores
 from .common import (
     AsJson,

@@ -13,9 +13,9 @@ import numpy as np
 from torch import nn
 
 from ..calling import evaluating
-from ..datasets import choose
 from ..errors import FairprunerError, unknown
-from ..text import Row
+from ..inputs.datasets import choose
+from ..inputs.text import Row
 from .tasks import TASKS, Task
 from .unseen import check_unseen
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import FairprunerError, unknown
-from ..text import Row, read_rows
+from ..inputs.text import Row, read_rows
 
 LETTERS = "ABCDEFGHIJ"
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import FairprunerError
-from ..text import Row, read_rows
+from ..inputs.text import Row, read_rows
 
 LONG = 80  # characters of a passage that is in two texts by no accident
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..encoding import Json, digest
 from ..errors import FairprunerError
+from ..files.encoding import Json, digest
+from ..files.storage import read_tensors, write_tensors, written_whole
 from ..fingerprint import fingerprint
-from ..storage import read_tensors, write_tensors, written_whole
 
 FILE = "checkpoint.safetensors"
 Tensors = Mapping[str, Tensor]

@@ -17,9 +17,9 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast
 from torch import Tensor, nn
 
-from ..batches import Batch, forward, mean_loss
-from ..encoding import Json
 from ..errors import FairprunerError
+from ..files.encoding import Json
+from ..inputs.batches import Batch, forward, mean_loss
 from ..surgery import copy_with
 from .checkpoints import FILE, Checkpoint, fill, identity, load_checkpoint, optimizer_state, restore_optimizer, save_checkpoint, tensors_of_model
 from .feeding import COMPUTING, deal, epoch_batches, own_randomness, reseed, steps_of

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..batches import Batch, Loss, forward, mean_loss, progress, read_batches
 from ..calling import evaluating
 from ..errors import FairprunerError, unknown
 from ..fingerprint import fingerprint
+from ..inputs.batches import Batch, Loss, forward, mean_loss, progress, read_batches
 from ..types import Plan
 from .batchnorm import reestimate
 from .experts import refit_experts

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..batches import Batch, forward
+from ..inputs.batches import Batch, forward
 from .notes import Note
 
 

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..batches import Batch, forward
 from ..calling import tensors_of
 from ..experts import ExpertBlock, expert_blocks
+from ..inputs.batches import Batch, forward
+from ..inputs.tokens import real_tokens
 from ..routing import Call, watching_experts
-from ..tokens import real_tokens
 from ..types import Plan
 from .notes import Note
 from .products import SUMS

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..batches import Batch, forward
+from ..inputs.batches import Batch, forward
 from ..observing import positions_of
 from ..types import Ints, Plan, Slice, UnitSpace
 from .notes import UNSEEN, USED_ELSEWHERE, Note

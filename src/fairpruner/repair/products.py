@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from ..inputs.tokens import real_tokens
 from ..observing import READERS
-from ..tokens import real_tokens
 from ..types import Ints
 
 _LINEAR = ("input", "weight", "bias")

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ..batches import Batch, forward
+from ..inputs.batches import Batch, forward
 from ..types import Ints, Plan
 from .notes import UNSEEN, USED_ELSEWHERE, Note
 from .products import Product, Walk

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..batches import Batch, forward
+from ..inputs.batches import Batch, forward
 from ..surgery import kept_indices
 from ..types import Ints, Plan
 from .products import Product, Walk

@@ -9,8 +9,8 @@ from ..allocation import allocate
 from ..costs import predict
 from ..diagnostics import diagnose
 from ..errors import FairprunerError
+from ..files.storage import PLAN, REPORT
 from ..latency import LatencyTable, check_table
-from ..storage import PLAN, REPORT
 from ..types import Plan, Scores
 from .facts import Report, SpaceFacts
 from .measured import Measured, measured_from, read_json

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..encoding import Json, latency_to_json, plan_to_json, spaces_to_json
-from ..storage import VERSION, written_whole
+from ..files.encoding import Json, latency_to_json, plan_to_json, spaces_to_json
+from ..files.storage import VERSION, written_whole
 from ..tod import conflict_curve, removal_order
 from ..types import Floats, Ints, Plan, Scores, UnitSpace
 from .facts import Report

@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
+from ..errors import FairprunerError
+from ..inputs.hugging_face import PREFIX, architecture, local_file
+from ..surgery import cut, kept_indices
+from ..types import Ints, Plan
 from .checkpoint_layout import Part, as_in_files, parts_of
-from .errors import FairprunerError
 from .folders import SHARD_SIZE, new_folder, seal, write_papers
-from .hugging_face import PREFIX, architecture, local_file
 from .pretrained_files import GENERATION
 from .shards import parse_size, shard_files, write_shards
-from .surgery import cut, kept_indices
-from .types import Ints, Plan
 
 Kept = Mapping[str, Mapping[int, Ints]]  # tensor -> dim -> the indices that stay
 

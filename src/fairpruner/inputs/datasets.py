@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
+from ..calling import tensors_of
+from ..errors import FairprunerError
+from ..types import Ints
 from .batches import read_batches
-from .calling import tensors_of
-from .errors import FairprunerError
 from .sources import Transform, resolve
-from .types import Ints
 
 IMAGES = {".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
 

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..attention import STAND_INS
+from ..inputs.hugging_face import auto_classes, is_source, local_file, place_of
+from ..types import Plan
 from . import pruned_modeling
-from .attention import STAND_INS
-from .hugging_face import auto_classes, is_source, local_file, place_of
-from .types import Plan
 
 CONFIG, GENERATION, CODE = "config.json", "generation_config.json", "modeling_pruned.py"
 PREPROCESSING_FILES = (

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from .costs import predict
-from .errors import FairprunerError
-from .latency import LatencyTable, TimedOp
-from .types import CostModel, Count, Factor, Ints, Plan, Slice, Spaces, Term, UnitSpace
+from ..costs import predict
+from ..errors import FairprunerError
+from ..latency import LatencyTable, TimedOp
+from ..types import CostModel, Count, Factor, Ints, Plan, Slice, Spaces, Term, UnitSpace
 
 Json = dict[str, Any]
 WIDTH = 120  # of a line of a readable file

@@ -16,10 +16,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from ..errors import FairprunerError
+from ..latency import LatencyTable
+from ..types import Plan, Scores
 from .encoding import Json, compact, digest, latency_from_json, latency_to_json, plan_from_json, plan_to_json, readable, spaces_from_json, spaces_to_json
-from .errors import FairprunerError
-from .latency import LatencyTable
-from .types import Plan, Scores
 
 VERSION = 1  # of every file written here
 SIGNALS = ("removals", "protections", "halves")  # the arrays of a Scores

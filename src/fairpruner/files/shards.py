@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
+from ..errors import FairprunerError
 from .encoding import Json, readable
-from .errors import FairprunerError
 from .storage import MODEL, write_tensors
 
 INDEX = "model.safetensors.index.json"

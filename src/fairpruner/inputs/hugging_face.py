@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .attention import STAND_INS
-from .errors import FairprunerError
-from .pruned_modeling import pruned
+from ..attention import STAND_INS
+from ..errors import FairprunerError
+from ..files.pruned_modeling import pruned
 
 PREFIX = "hf"
 SIDE = 224  # of an image, where a configuration does not tell

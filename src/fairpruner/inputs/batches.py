@@ -14,8 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .calling import call, describe, tensors_of
-from .errors import FairprunerError
+from ..calling import call, describe, tensors_of
+from ..errors import FairprunerError
 from .tokens import IGNORED, own_labels, real_tokens, targets_of
 
 Loss = Callable[[Any, Any], Tensor]

@@ -10,17 +10,17 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ..costs import count_params
+from ..errors import FairprunerError
+from ..inputs.hugging_face import is_model, is_source, pretrained
+from ..inputs.sources import factory_of
+from ..surgery import cut, kept_indices
+from ..types import Plan
 from .checkpoint_layout import as_in_files
-from .costs import count_params
 from .encoding import Json, digest, plan_to_json, readable
-from .errors import FairprunerError
-from .hugging_face import is_model, is_source, pretrained
 from .pretrained_files import CONFIG, PRETRAINED_FILES, write_pretrained_files
 from .shards import INDEX, SHARD, parse_size, shard_files, write_shards
-from .sources import factory_of
 from .storage import MODEL, PLAN, REPORT, VERSION, load_plan, read_tensors, write_plan, write_tensors, written_whole
-from .surgery import cut, kept_indices
-from .types import Plan
 
 README = "README.md"
 SHARD_SIZE = "5GB"

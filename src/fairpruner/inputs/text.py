@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from ..errors import FairprunerError, unknown
+from ..types import Ints
 from .datasets import Sampling, choose
-from .errors import FairprunerError, unknown
-from .types import Ints
 
 Row = Mapping[str, Any]
 Tokenizer = Callable[..., Mapping[str, torch.Tensor]]
