@@ -47,7 +47,12 @@ def test_three_rounds_are_one_plan(name: str) -> None:
     assert whole.alpha is None
     at_once = fp.cut(model, whole)
     assert all(torch.equal(a, b) for a, b in zip(at_once.state_dict().values(), current.state_dict().values(), strict=True))
-    assert whole.predicted == {"units": sum(s.size for s in spaces), "params": fp.count_params(current), "flops": fp.count_flops(current, example)}
+    assert whole.predicted == {
+        "units": sum(s.size for s in spaces),
+        "params": fp.count_params(current),
+        "flops": fp.count_flops(current, example),
+        "bytes": sum(p.numel() * p.element_size() for p in current.parameters()),
+    }
     assert whole.original["params"] == fp.count_params(model)
     assert predict(spaces, {}) == whole.predicted
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import nn
 
 import fairpruner as fp
 from fairpruner.allocation import shuffled, sweep
+from fairpruner.composition import remaining
 from fairpruner.experts import expert_blocks
 from fairpruner.files.encoding import plan_from_json, plan_to_json, spaces_from_json, spaces_to_json
 from fairpruner.types import CostModel, Scores
@@ -155,3 +158,24 @@ def test_a_diagnosis_of_grouped_experts() -> None:
     for row in diagnosis.spaces[:3]:
         curve = fp.conflict_curve(scores.removal[row.space], scores.protection[row.space], groups=4)
         assert row.tod == curve.tod[row.depth]
+
+
+def test_hidden_units_inside_experts_go_by_widths_that_grouped_kernels_take() -> None:
+    model = moe("qwen2_moe", torch.float32)
+    spaces = fp.discover(model, tokens(), kinds=["hidden"])
+    inside = [space for space in spaces if space.name.endswith("experts")]
+    assert [space.multiple for space in inside] == [4, 4]  # of 20 units: the largest divisor that is no more than 8
+    rng = np.random.default_rng(0)
+    values = {space.name: rng.random(space.size) for space in spaces}
+    plan = fp.allocate(fp.Scores(spaces, {"own": values}, {"other": values}, samples=1), alpha=0.4)
+    assert all(plan.depths[space.name] > 0 and (space.size - plan.depths[space.name]) % 4 == 0 for space in inside)
+    small: Any = fp.cut(model, plan)
+    found = {}
+    for implementation in ("eager", "grouped_mm"):
+        small.set_experts_implementation(implementation)
+        with torch.no_grad():
+            found[implementation] = small(**tokens()).logits
+    torch.testing.assert_close(found["grouped_mm"], found["eager"])
+    assert [space.multiple for space in remaining(plan, small) if space.name.endswith("experts")] == [4, 4]
+    again = spaces_from_json(spaces_to_json(spaces))
+    assert [space.multiple for space in again] == [space.multiple for space in spaces]

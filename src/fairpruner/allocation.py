@@ -331,8 +331,8 @@ def _candidates(space: UnitSpace, multiple_of: int, min_keep: MinKeep) -> Ints:
     # Quotients compare like the fractions they round, so a share of 0.3 keeps 3 of 10.
     enough = kept / space.size >= least if isinstance(least, float) else kept >= least
     even = kept % multiple_of == 0 if space.kind in ("channel", "hidden") else True  # heads and experts are wide enough already
-    balanced = kept % space.groups == 0
-    return np.flatnonzero((enough & (kept >= space.min_keep) & even & balanced) | (kept == space.size))
+    possible = (kept % space.groups == 0) & (kept % space.multiple == 0)
+    return np.flatnonzero((enough & (kept >= space.min_keep) & even & possible) | (kept == space.size))
 
 
 def _multiple(multiple_of: MultipleOf, latency: LatencyTable | None) -> int:

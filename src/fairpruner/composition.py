@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ from torch import nn
 from .costs import predict
 from .errors import FairprunerError
 from .fingerprint import fingerprint
-from .types import CostModel, Factor, Ints, Plan, Spaces, UnitSpace
+from .types import Factor, Ints, Plan, Spaces, UnitSpace
 
 Place = tuple[str, int | str]  # a tensor's dimension, or a module's attribute
 
@@ -57,9 +58,7 @@ def remaining(plan: Plan, small: nn.Module) -> Spaces:
         return Factor(factor.size - gone, owned)
 
     costs = plan.spaces.costs
-    return Spaces(
-        _narrowed(plan), plan.spaces.left_out, CostModel(tuple(shortened(factor) for factor in costs.factors), costs.params, costs.flops), fingerprint(small)
-    )
+    return Spaces(_narrowed(plan), plan.spaces.left_out, replace(costs, factors=tuple(shortened(factor) for factor in costs.factors)), fingerprint(small))
 
 
 def _kept(space: UnitSpace, plan: Plan) -> Ints:
@@ -78,6 +77,7 @@ def _narrowed(plan: Plan) -> tuple[UnitSpace, ...]:
         return replace(
             space,
             size=kept.size,
+            multiple=math.gcd(space.multiple, kept.size),
             slices=tuple(replace(s, owner=renumbered[s.owner[stays[s.tensor, s.dim]]]) for s in space.slices),
             counts=tuple(replace(c, owner=renumbered[c.owner[stays[c.module, c.attribute]]]) for c in space.counts),
         )

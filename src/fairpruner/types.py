@@ -65,12 +65,15 @@ class UnitSpace:
     counts: tuple[Count, ...] = ()
     min_keep: int = 1
     groups: int = 1  # consecutive, equally long blocks of units that lose equally many, as a router's groups do
+    multiple: int = 1  # of which the kept number is one, unless all are kept: what the kernels of some models can compute
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise unknown("kind", self.kind, KINDS)
         if self.groups < 1 or self.size % self.groups:
             raise FairprunerError(f"Space {self.name!r} has {self.size} units in {self.groups} groups: expected groups of equal length.")
+        if self.multiple < 1 or self.size % self.multiple:
+            raise FairprunerError(f"Space {self.name!r} has {self.size} units and keeps multiples of {self.multiple}: expected a divisor of its size.")
         if self.size < 1 or not 1 <= self.min_keep <= self.size:
             raise FairprunerError(f"Space {self.name!r} has {self.size} units and keeps at least {self.min_keep}: expected 1 <= min_keep <= size.")
         for owner in [*(s.owner for s in self.slices), *(c.owner for c in self.counts)]:

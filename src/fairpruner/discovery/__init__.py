@@ -13,7 +13,7 @@ from ..fingerprint import fingerprint
 from ..types import CostModel, Spaces, UnitSpace
 from .assemble import as_data_flows, assemble, cost_model
 from .couple import couple
-from .routed import expert_space
+from .routed import aligned, expert_space
 from .trace import trace
 from .verify import verify
 
@@ -35,9 +35,11 @@ def discover(model: nn.Module, example: Any, *, kinds: Sequence[str] | None = No
 
 
 def _discover(model: nn.Module, example: Any, kinds: Sequence[str] | None, skip: Sequence[str]) -> Spaces:
-    experts = [expert_space(model, block) for block in expert_blocks(model)]
+    blocks = expert_blocks(model)
+    experts = [expert_space(model, block) for block in blocks]
     seen = trace(model, example, experts)
-    found, fixed = assemble(seen, model)
+    assembled, fixed = assemble(seen, model)
+    found = [aligned(space, {block.experts for block in blocks}) for space in assembled]
     whole = {space.name: f"routing needs all of its {space.size} experts" for space in experts if space.min_keep == space.size}
     removable = [space for space in experts if space.name not in whole]
     left_out = {**fixed, **whole, **unsupported_experts(model)}

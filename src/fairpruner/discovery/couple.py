@@ -32,4 +32,4 @@ def _joined(parts: Sequence[UnitSpace]) -> UnitSpace:
     for count in (c for space in parts for c in space.counts):
         counts.setdefault((count.module, count.attribute), count)
     first = parts[0]
-    return UnitSpace(first.name, first.kind, first.size, tuple(slices.values()), tuple(counts.values()), first.min_keep)
+    return UnitSpace(first.name, first.kind, first.size, tuple(slices.values()), tuple(counts.values()), first.min_keep, first.groups, first.multiple)

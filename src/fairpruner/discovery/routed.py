@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import replace
 
 import numpy as np
 from torch import Tensor, nn
 
 from ..experts import SIZES, ExpertBlock, is_route
 from ..types import Count, Role, Slice, UnitSpace
+
+ROW = 8  # numbers of two bytes that are 16 bytes, the least that those kernels take
 
 
 def expert_space(model: nn.Module, block: ExpertBlock) -> UnitSpace:
@@ -17,6 +21,12 @@ def expert_space(model: nn.Module, block: ExpertBlock) -> UnitSpace:
     slices = [Slice(tensor, dim, owner, role) for tensor, dim, role in (*_weights(model, block), *_routes(model, block))]
     counts = [Count(path, name, owner) for path in _modules(model, block) for name in SIZES if vars(model.get_submodule(path)).get(name) == block.size]
     return UnitSpace(block.name, "expert", block.size, tuple(slices), tuple(counts), block.min_keep, block.groups)
+
+
+def aligned(space: UnitSpace, fused: Collection[str]) -> UnitSpace:
+    """A space of hidden units inside fused experts keeps a multiple of 8: kernels that compute all experts at once take rows of 16 bytes."""
+    inside = any(part.tensor.rpartition(".")[0] in fused for part in space.slices)
+    return replace(space, multiple=math.gcd(space.size, ROW)) if inside and space.kind == "hidden" else space
 
 
 def _weights(model: nn.Module, block: ExpertBlock) -> Iterator[tuple[str, int, Role]]:

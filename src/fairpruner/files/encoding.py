@@ -60,6 +60,7 @@ def spaces_to_json(spaces: Spaces) -> Json:
                 "size": space.size,
                 "min_keep": space.min_keep,
                 "groups": space.groups,
+                "multiple": space.multiple,
                 "slices": [{"tensor": s.tensor, "dim": s.dim, "role": s.role, "owner": encode_runs(s.owner)} for s in space.slices],
                 "counts": [{"module": c.module, "attribute": c.attribute, "owner": encode_runs(c.owner)} for c in space.counts],
             }
@@ -82,7 +83,8 @@ def spaces_from_json(content: Mapping[str, Any]) -> Spaces:
             kind=item["kind"],
             size=index(item["size"]),
             min_keep=index(item["min_keep"]),
-            groups=index(item.get("groups", 1)),  # files from before there were experts have none, nor bytes
+            groups=index(item.get("groups", 1)),  # files from before there were experts have neither, nor bytes
+            multiple=index(item.get("multiple", 1)),
             slices=tuple(Slice(s["tensor"], index(s["dim"]), decode_runs(s["owner"]), s["role"]) for s in item["slices"]),
             counts=tuple(Count(c["module"], c["attribute"], decode_runs(c["owner"])) for c in item["counts"]),
         )

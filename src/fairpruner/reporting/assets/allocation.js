@@ -60,7 +60,7 @@ function countUpTo(values, value) {
 function candidates(space, multipleOf) {
   const depths = [0], step = ["channel", "hidden"].includes(space.kind) ? multipleOf : 1;
   for (let depth = 1; depth <= space.size - space.min_keep; depth++) {
-    if ((space.size - depth) % step === 0 && (space.size - depth) % space.groups === 0) depths.push(depth);
+    if ([step, space.groups, space.multiple].every((divisor) => (space.size - depth) % divisor === 0)) depths.push(depth);
   }
   return depths;
 }
