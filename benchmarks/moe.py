@@ -20,7 +20,9 @@ import json
 import lzma
 import shlex
 import statistics
+import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -130,16 +132,31 @@ def measure_repair(bench: Bench, draws: int) -> Row:
             found.setdefault(step, []).append(bench.perplexity(small))
             print(seed, step, f"{found[step][-1]:.2f}", flush=True)
 
-        for signal in ("soft_activation", "reap"):
-            plan = plan_for(scores, signal, "uniform", 0.5)
+        for signal, rule in (("soft_activation", "uniform"), ("reap", "uniform"), ("reap", "global")):
+            plan = plan_for(scores, signal, rule, 0.5)
             small = fp.cut(bench.model, plan)
-            note(f"{signal}, uniform: the cut", small)
-            note(f"{signal}: removed experts merged into the nearest kept", merged(bench.model, plan, scores))
-            small = fp.repair(small, bench.model, plan, data, method="experts")
-            note(f"{signal}: kept and shared experts refitted", small)
-        small = fp.repair(small, bench.model, plan, data, method="sequential")
-        note("reap: then attention and the rest refitted too", small)
+            note(f"{signal}, {rule}: the cut", small)
+            note(f"{signal}, {rule}: removed experts merged into the nearest kept instead", merged(bench.model, plan, scores))
+            note(f"{signal}, {rule}: kept and shared experts refitted", fp.repair(small, bench.model, plan, data, method="experts"))
     return {"full": bench.perplexity(bench.model), "rows": [{"step": step, **spread(values)} for step, values in found.items()]}
+
+
+RESIDENT = """
+import sys, torchvision_shim, torch, transformers
+def memory(field):
+    return 1024 * int(next(line for line in open("/proc/self/status") if line.startswith(field)).split()[1])
+idle = memory("VmRSS")
+model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True).eval()
+with torch.no_grad():
+    model(input_ids=torch.zeros(1, 128, dtype=torch.int64))
+print(memory("VmHWM") - idle)
+"""
+
+
+def on_disk(folder: Path) -> Row:
+    """Bytes of a folder's tensors, and the resident memory above an idle process of one that loads and runs it."""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", RESIDENT, str(folder)], cwd=Path(__file__).parent, check=True, capture_output=True, text=True)
+    return {"disk": sum(file.stat().st_size for file in folder.glob("*.safetensors")), "resident": int(done.stdout.split()[-1])}
 
 
 def measure_costs(bench: Bench, draws: int) -> Row:
@@ -148,10 +165,15 @@ def measure_costs(bench: Bench, draws: int) -> Row:
     example = {"input_ids": bench.draw(0)[0]["input_ids"][:1]}
     rows = []
     for removed in REMOVED:
-        small = fp.cut(bench.model, plan_for(scores, "reap", "uniform", removed))
-        measured = fp.measure(small, example, against=bench.model, batch_sizes=(1,), energy="DEU")
-        rows.append({"removed": removed, **measured.to_json()})
-        print(measured, flush=True)
+        plan = plan_for(scores, "reap", "uniform", removed)
+        small = fp.cut(bench.model, plan)
+        measured = fp.measure(small, example, against=bench.model, batch_sizes=(1,), memory=False, energy="DEU")
+        with tempfile.TemporaryDirectory() as folder:
+            fp.save(bench.model, fp.Plan.removing(bench.spaces, {}), Path(folder) / "full")
+            fp.save(small, plan, Path(folder) / "small")
+            folders = {name: on_disk(Path(folder) / name) for name in ("full", "small")}
+        rows.append({"removed": removed, "folders": folders, **measured.to_json()})
+        print(measured, folders, flush=True)
     return {"rows": rows}
 
 
@@ -191,6 +213,9 @@ def measure_tasks(shared: Path, model: str, tasks: Sequence[str], limit: int | N
 START, END = "<!-- made by: python benchmarks/moe.py --table -->", "<!-- end -->"
 
 
+FOLDER = {"disk": "size on disk", "resident": "resident memory to load and run"}
+
+
 def tables(parts: Row) -> str:
     """The results as Markdown."""
 
@@ -214,7 +239,14 @@ def tables(parts: Row) -> str:
     if "costs" in parts:
         body = []
         for row in parts["costs"]["rows"]:
-            body += [[f"{row['removed']:.1%}", q["name"], f"{q['against']:,.4g}", f"{q['model']:,.4g}"] for q in row["quantities"]]
+            known = [q for q in row["quantities"] if q["model"] is not None]
+            body += [
+                [f"{row['removed']:.1%}", f"{q['name']}, {q['unit']}" if q["unit"] else q["name"], f"{q['against']:,.4g}", f"{q['model']:,.4g}"] for q in known
+            ]
+            body += [
+                [f"{row['removed']:.1%}", f"{what}, MB", *(f"{row['folders'][name][key] / 1e6:.1f}" for name in ("full", "small"))]
+                for key, what in FOLDER.items()
+            ]
             body += [[f"{row['removed']:.1%}", f"{t['what']}, ms", f"{t['against']['median']:.2f}", f"{t['model']['median']:.2f}"] for t in row["timings"]]
         made.append("What they cost (energy and CO2 are CodeCarbon's estimates, since this machine has no counter):")
         made.append(table(["removed", "quantity", "full", "pruned"], body))

@@ -13,10 +13,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..calling import call
+from ..calling import call, tensors_of
 from ..errors import FairprunerError
+from .generation import generates
 from .runtimes import exported
 from .timing import device_of
+
+
+class _Tensors(nn.Module):
+    """A model that gives the tensors of its output alone: a process with torch only knows no other library's classes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+        return tuple(tensors_of(self.model(*args, **kwargs)))
 
 
 def peak_resident(model: nn.Module, example: Any, threads: int) -> dict[str, int]:
@@ -31,7 +43,7 @@ def peak_resident(model: nn.Module, example: Any, threads: int) -> dict[str, int
         try:
             with warnings.catch_warnings(), torch.no_grad():
                 warnings.simplefilter("ignore")  # the exporter warns about its own future
-                torch.export.save(exported(model, example), path)
+                torch.export.save(exported(_Tensors(model), {**example, "use_cache": False} if generates(model, example) else example), path)
         except Exception as error:  # it fails in as many ways as there are models
             raise FairprunerError(f"torch.export cannot export {type(model).__name__}: {(str(error).strip().splitlines() or [''])[0]}") from error
         command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("fresh.py")), str(path), str(threads)]
