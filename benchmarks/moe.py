@@ -132,7 +132,7 @@ def measure_repair(bench: Bench, draws: int) -> Row:
             found.setdefault(step, []).append(bench.perplexity(small))
             print(seed, step, f"{found[step][-1]:.2f}", flush=True)
 
-        for signal, rule in (("soft_activation", "uniform"), ("reap", "uniform"), ("reap", "global")):
+        for signal, rule in (("reap", "uniform"), ("reap", "global")):
             plan = plan_for(scores, signal, rule, 0.5)
             small = fp.cut(bench.model, plan)
             note(f"{signal}, {rule}: the cut", small)
