@@ -96,13 +96,14 @@ def cut(
         show(show_plan(chosen, str(output)), as_json)
         return
     net = trained(model, weights, device)
-    small = fp.cut(net, chosen)
     if repair:
         if data is None:
             raise FairprunerError(f"--repair {repair} looks at samples: give --data.")
         preprocessing = Preprocessing(size, parse_floats(mean), parse_floats(std))
         batches = read_data(model, net, data, Sampling(samples, batch_size, seed), preprocessing, Columns(parse_names(text_column), label_column, length))
-        small = fp.repair(small, net, chosen, batches, method=parse_names(repair))
+        small = fp.cut(net, chosen, repair=parse_names(repair), data=batches)
+    else:
+        small = fp.cut(net, chosen)
     _save(small, chosen, output, model, max_shard_size)
     show(show_plan(chosen, str(output)), as_json)
 

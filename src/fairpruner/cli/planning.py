@@ -144,7 +144,7 @@ def sweep(
     loaded = Scores.load(scores).using(removal, protection)
     kept = parse_numbers(amounts)
     known: Metric = metric  # type: ignore[assignment]  # Budget checks it
-    constraints: dict[str, Any] = {"multiple_of": parse_multiple(multiple_of), "min_keep": parse_number(min_keep), "latency": read_latency(latency)}
+    constraints = _constraints(multiple_of, min_keep, latency)
     show(show_sweep(fp.sweep(loaded, known, kept, rule=rule, exact=exact, **constraints), kept, metric), as_json)
 
 
@@ -172,7 +172,7 @@ def plan(
     budget = parse_budget(keep) if keep else None
     if kinds or skip:
         loaded = loaded.only(parse_names(kinds) if kinds else None, skip or ())
-    constraints: dict[str, Any] = {"multiple_of": parse_multiple(multiple_of), "min_keep": parse_number(min_keep), "latency": read_latency(latency)}
+    constraints = _constraints(multiple_of, min_keep, latency)
     chosen = fp.allocate(loaded, alpha, keep=budget, rule=rule, exact=exact, **constraints)
     diagnosis = fp.diagnose(loaded, chosen)
     chosen.save(output)
@@ -188,3 +188,8 @@ def info(
         show(show_scores(Scores.load(path), str(path)), as_json)
     else:
         show(show_plan(Plan.load(path / "plan.json" if path.is_dir() else path), str(path)), as_json)
+
+
+def _constraints(multiple_of: str, min_keep: str, latency: Path | None) -> dict[str, Any]:
+    """What limits every plan, as `fp.allocate` takes it."""
+    return {"multiple_of": parse_multiple(multiple_of), "min_keep": parse_number(min_keep), "latency": read_latency(latency)}

@@ -35,6 +35,12 @@ def counted_tokens(inputs: Any, labels: Tensor, reader: str = "") -> Tensor | No
     return real if real is None or labels.shape != real.shape else real & (labels != IGNORED)
 
 
+def counted_rows(total: int, inputs: Any, reader: str) -> Tensor:
+    """Which of `total` rows that lie text by text count, [rows]: all of them, but none of the padding of a batch of texts."""
+    real = real_tokens(inputs, reader)
+    return torch.arange(total) if real is None or real.numel() != total else real.flatten().nonzero().flatten().cpu()
+
+
 def own_labels(inputs: Any) -> Tensor | None:
     """The tokens themselves as labels, [N, T], padding ignored; None if the inputs are no batch of texts."""
     real = real_tokens(inputs)

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from ..calling import tensors_of
 from ..experts import ExpertBlock, expert_blocks
 from ..inputs.batches import Batch, forward
-from ..inputs.tokens import real_tokens
+from ..inputs.tokens import counted_rows
 from ..routing import Call, watching_experts
 from ..types import Plan
 from .notes import Note
@@ -49,8 +49,7 @@ def _refit(small: nn.Module, model: nn.Module, block: ExpertBlock, batches: Iter
         seen = features.of(here)
         if features.obstacle:
             return Note(block.name, "skipped", features.obstacle)
-        real = real_tokens(batch.inputs, block.name)
-        rows = torch.arange(len(error)) if real is None or real.numel() != len(error) else real.flatten().nonzero().flatten().cpu()
+        rows = counted_rows(len(error), batch.inputs, block.name)
         first = first_half(rows, len(error), batch.size, batch.position)
         new = tuple(seen.sums(rows[half].to(error.device), error) for half in (first, ~first))
         halves = (new[0], new[1]) if halves is None else (halves[0] + new[0], halves[1] + new[1])

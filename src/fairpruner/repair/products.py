@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from ..inputs.tokens import real_tokens
+from ..inputs.tokens import counted_rows
 from ..observing import READERS
 from ..types import Ints
 
@@ -98,10 +98,7 @@ class Product:
     def rows(self, of: Tensor, inputs: Any) -> Tensor:
         """The rows of this call's input or output that count, [rows]: all of them, but none of the padding of a batch of texts."""
         total = of.numel() // of.shape[self.axis]
-        real = real_tokens(inputs, self.name)
-        if real is None or self.axis != -1 or real.numel() != total:
-            return torch.arange(total, device=of.device)
-        return real.flatten().nonzero().flatten().to(of.device)
+        return counted_rows(total, inputs if self.axis == -1 else None, self.name).to(of.device)
 
     def features(self, rows: Tensor) -> Tensor:
         """What the chosen output positions read, [G, rows, c, taps]; `rows` index the flattened batch and positions of the output."""
