@@ -2,7 +2,7 @@
 
     pip install transformers
     python benchmarks/routing.py --shared ../shared --tokens 0          # the cost, about a minute
-    python benchmarks/routing.py --shared ../shared --tokens 1024000    # the noise, about 20 minutes on one core
+    python benchmarks/routing.py --shared ../shared --tokens 2048000    # the noise, about 40 minutes on one core
     python benchmarks/routing.py --table                                # only put the tables into docs/signals.md
 
 Cost: one call of `score` with five signals against a plain forward of the same tokens with the fastest experts that
@@ -46,7 +46,7 @@ REMOVAL = ("soft_activation", "soft_activation_all", "frequency", "reap")
 LENGTH, WINDOWS, DOMAINS = 128, 40, 10  # tokens of a window, as the model was trained, windows of a batch, kinds of text
 VALIDATION = 24_576  # tokens
 ROUNDS, TIMED = 5, 4  # of the cost, and batches in each
-SIZES = (2, 5, 10, 20, 50, 100)  # batches of a draw
+SIZES = (2, 5, 10, 20, 50, 100, 200)  # batches of a draw
 DRAWS = 5  # of one size at most
 CUT = ("soft_activation", "reap")  # whose lowest experts are removed
 
@@ -84,15 +84,16 @@ def read_tokens(shared: Path, name: str) -> Tensor:
 
 
 def draw(shared: Path, batches: int, even: bool) -> list[dict[str, Tensor]]:
-    """Batches of windows of the training tokens, no window twice: as they come, or equally many from each domain."""
+    """Batches of windows of the training tokens, no window twice: as they come, or equally many from each domain; a short one begins again."""
     tokens, domains = (read_tokens(shared, f"moe_{what}_train") for what in ("tokens", "domains"))
     count = len(tokens) // LENGTH
     windows, of = tokens[: count * LENGTH].view(count, LENGTH), domains[: count * LENGTH].view(count, LENGTH)
     shuffled = torch.randperm(count, generator=torch.Generator().manual_seed(0))
     if even:
         pure = (of == of[:, :1]).all(1)
-        own = [shuffled[(pure & (of[:, 0] == domain))[shuffled]][: batches * WINDOWS // DOMAINS] for domain in range(DOMAINS)]
-        shuffled = torch.stack(own, 1).flatten()  # a window of each domain in turn
+        own = [shuffled[(pure & (of[:, 0] == domain))[shuffled]] for domain in range(DOMAINS)]
+        rounds = torch.arange(batches * WINDOWS // DOMAINS)
+        shuffled = torch.stack([some[rounds % len(some)] for some in own], 1).flatten()  # a window of each domain in turn
     return [{"input_ids": windows[row]} for row in shuffled[: batches * WINDOWS].view(batches, WINDOWS)]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,10 +18,7 @@ import fairpruner as fp
 from ..allocation import RULES
 from ..errors import FairprunerError
 from ..files.folders import is_folder_file
-from ..inputs.datasets import Preprocessing, Sampling, load_data
-from ..inputs.hugging_face import is_source, place_of, tokenizer_of
-from ..inputs.sources import PRETRAINED, is_zoo, load_model, transform_of
-from ..inputs.text import Columns, is_rows, load_text
+from ..inputs.sources import PRETRAINED, is_zoo, load_model
 from ..latency import LatencyTable
 from ..tables import Shown
 from ..types import KINDS, Budget
@@ -112,15 +108,6 @@ Model = Annotated[
 ]
 ScoresFile = Annotated[Path, typer.Argument(metavar="SCORES", help="A file that `score` wrote.")]
 Weights = Annotated[str | None, typer.Option(help=f"A .safetensors, .pt or .pth file; {PRETRAINED!r} for the zoo's own.")]
-Data = typer.Option(
-    help="A folder of class subfolders of images, an .npz with x and y, a .jsonl or .csv of texts, or package.module:FUNCTION or file.py:FUNCTION that returns batches."
-)
-Size = Annotated[int | None, typer.Option(help="Images: side in pixels after resizing and centre crop.")]
-Mean = Annotated[str, typer.Option(help="Images and uint8 arrays: mean per channel, of values in [0, 1].")]
-Std = Annotated[str, typer.Option(help="Images and uint8 arrays: standard deviation per channel.")]
-TextColumn = Annotated[str, typer.Option(help="Texts: the column that holds them, or two with a comma between for pairs.")]
-LabelColumn = Annotated[str | None, typer.Option(help="Texts: the column of their classes; a language model can do without.")]
-Length = Annotated[int, typer.Option(help="Texts: take this many tokens of each.")]
 Skip = Annotated[list[str] | None, typer.Option(help="Space, module or pattern to leave alone; may be repeated.")]
 Kinds = Annotated[str | None, typer.Option(help=f"Only these kinds: {', '.join(KINDS)}.")]
 Rule = Annotated[str, typer.Option(help=f"{', '.join(RULES)}.", autocompletion=lambda: list(RULES))]
@@ -132,29 +119,10 @@ Latency = Annotated[
 MinKeep = Annotated[str, typer.Option(help="At least this many units, or this share, of every space.")]
 Removal = Annotated[str | None, typer.Option(help="Which of the scored removal signals to use.")]
 Protection = Annotated[str | None, typer.Option(help="Which of the scored protection signals to use.")]
-Samples = Annotated[int | None, typer.Option(help="Use this many samples, evenly over the classes; all by default.")]
 BatchSize = Annotated[int, typer.Option(help="Samples per batch.")]
-Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
 Device = Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, mps, …")]
 Force = Annotated[bool, typer.Option("--force", help="Replace the output if it exists.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
-
-
-def read_data(source: str, net: nn.Module, data: str, sampling: Sampling, preprocessing: Preprocessing, columns: Columns) -> Iterable[Any]:
-    """The data, its images prepared as the options say, or where they say nothing as the model's zoo does; its texts by the model's tokenizer."""
-    if is_rows(data):
-        if not is_source(source):
-            raise FairprunerError(f"Data {data} is text, and {source} has no tokenizer: name a model of Hugging Face, hf:FOLDER.")
-        return _texts(source, net, data, sampling, columns)
-    images = Path(data).is_dir()
-    return load_data(data, sampling, preprocessing, transform=transform_of(source, net) if images and preprocessing == Preprocessing() else None)
-
-
-def _texts(source: str, net: Any, data: str, sampling: Sampling, columns: Columns) -> Iterable[Any]:
-    tokenizer = tokenizer_of(place_of(source))
-    if net.config.pad_token_id is None:  # a classifier made of a language model looks for the last real token by it
-        net.config.pad_token_id = tokenizer.pad_token_id
-    return load_text(data, tokenizer, sampling, columns, classes=net.config.label2id)
 
 
 def trained(source: str, weights: str | None, device: str = "cpu") -> nn.Module:

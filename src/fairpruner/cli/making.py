@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,40 +19,27 @@ from ..demo import run as run_demo
 from ..errors import FairprunerError
 from ..files.folders import SHARD_SIZE
 from ..files.streaming import stream
-from ..inputs.datasets import Preprocessing, Sampling
 from ..inputs.hugging_face import is_source, place_of
-from ..inputs.text import Columns
 from ..recovery.recipe import OPTIMIZERS, SCHEDULES
 from ..repair import METHODS
 from ..tables import show_demo, show_history, show_plan
 from ..types import Plan
 from .common import (
     AsJson,
-    BatchSize,
-    Data,
     Device,
     Force,
-    LabelColumn,
-    Length,
-    Mean,
     Model,
-    Samples,
-    Seed,
-    Size,
     Skip,
-    Std,
-    TextColumn,
     Weights,
     app,
     check_room,
     is_first,
     parse_budget,
-    parse_floats,
     parse_names,
-    read_data,
     show,
     trained,
 )
+from .reading import CALIBRATION, TRAINING, Data, Reading, reads_data
 
 Folder = Annotated[Path, typer.Option("--output", "-o", help="The folder of the smaller model.")]
 Repair = Annotated[str | None, typer.Option(help=f"Mend the cut without training, by one or several of {', '.join(METHODS)}; needs --data.")]
@@ -63,6 +51,7 @@ Schedule = Annotated[str, typer.Option(help=f"{', '.join(SCHEDULES)}.", autocomp
 
 
 @app.command(epilog="Example: fairpruner cut net.py:build plan.json --weights net.safetensors --repair sequential --data digits.npz -o small")
+@reads_data
 def cut(
     model: Model,
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A file that `plan` wrote.")],
@@ -72,15 +61,7 @@ def cut(
     data: Annotated[str | None, Data] = None,
     stream_files: Annotated[bool, typer.Option("--stream", help="Cut an hf: folder file by file, for a model larger than memory.")] = False,
     max_shard_size: Annotated[str, typer.Option(help="Of a model of Hugging Face: the largest file, such as 5GB.")] = SHARD_SIZE,
-    samples: Samples = None,
-    batch_size: BatchSize = 64,
-    size: Size = None,
-    mean: Mean = "0",
-    std: Std = "1",
-    text_column: TextColumn = "text",
-    label_column: LabelColumn = None,
-    length: Length = 128,
-    seed: Seed = 0,
+    reading: Reading = CALIBRATION,
     device: Device = "cpu",
     force: Force = False,
     as_json: AsJson = False,
@@ -99,9 +80,7 @@ def cut(
     if repair:
         if data is None:
             raise FairprunerError(f"--repair {repair} looks at samples: give --data.")
-        preprocessing = Preprocessing(size, parse_floats(mean), parse_floats(std))
-        batches = read_data(model, net, data, Sampling(samples, batch_size, seed), preprocessing, Columns(parse_names(text_column), label_column, length))
-        small = fp.cut(net, chosen, repair=parse_names(repair), data=batches)
+        small = fp.cut(net, chosen, repair=parse_names(repair), data=reading.read(model, net, data))
     else:
         small = fp.cut(net, chosen)
     _save(small, chosen, output, model, max_shard_size)
@@ -109,6 +88,7 @@ def cut(
 
 
 @app.command(epilog="Example: fairpruner recover small --model net.py:build --data digits.npz --epochs 10 -o recovered")
+@reads_data
 def recover(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder of a pruned model.")],
     data: Annotated[str, Data],
@@ -123,33 +103,20 @@ def recover(
     label_smoothing: Annotated[float, typer.Option(help="Share of each label that is spread over all classes.")] = 0.0,
     ema: Annotated[float, typer.Option(help="Decay of a running average of the weights; 0 is off.")] = 0.0,
     teacher: Annotated[str | None, typer.Option(help="Weights of the original model, to distil from.")] = None,
-    samples: Samples = None,
-    batch_size: BatchSize = 256,
-    size: Size = None,
-    mean: Mean = "0",
-    std: Std = "1",
-    text_column: TextColumn = "text",
-    label_column: LabelColumn = None,
-    length: Length = 128,
-    seed: Seed = 0,
+    reading: Reading = TRAINING,
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
     """Fine-tune a pruned model; start it with `accelerate launch -m fairpruner` for several processes or mixed precision."""
     check_room(output, force)
     small, plan = fp.load(folder, build=model), Plan.load(folder / "plan.json")
-    recipe = fp.Recipe(optimizer=optimizer, schedule=schedule, learning_rate=learning_rate, label_smoothing=label_smoothing, ema=ema, seed=seed)
-
-    def read(place: str) -> Iterable[Any]:
-        preprocessing = Preprocessing(size, parse_floats(mean), parse_floats(std))
-        return read_data(model, small, place, Sampling(samples, batch_size, seed), preprocessing, Columns(parse_names(text_column), label_column, length))
-
+    recipe = fp.Recipe(optimizer=optimizer, schedule=schedule, learning_rate=learning_rate, label_smoothing=label_smoothing, ema=ema, seed=reading.seed)
     history: list[fp.Epoch] = []
     better = fp.recover(
         small,
-        _shuffled(read(data)),
+        _shuffled(reading.read(model, small, data)),
         epochs=epochs,
-        validation=read(validation) if validation else None,
+        validation=reading.read(model, small, validation) if validation else None,
         teacher=trained(model, teacher) if teacher else None,
         recipe=recipe,
         folder=checkpoints,
@@ -161,6 +128,7 @@ def recover(
 
 
 @app.command(epilog="Example: fairpruner prune net.py:build --weights net.safetensors --data digits.npz --keep flops=0.5 --repair sequential -o small")
+@reads_data
 def prune(
     model: Model,
     data: Annotated[str, Data],
@@ -176,16 +144,8 @@ def prune(
     learning_rate: LearningRate = 0.005,
     removal: Annotated[str | None, typer.Option(help=f"One of {', '.join(fp.signals.names('removal'))}; by default what fits each kind.")] = None,
     protection: Annotated[str | None, typer.Option(help=f"One of {', '.join(fp.signals.names('protection'))}; by default what fits each kind.")] = None,
-    samples: Samples = None,
-    batch_size: BatchSize = 64,
-    size: Size = None,
-    mean: Mean = "0",
-    std: Std = "1",
-    text_column: TextColumn = "text",
-    label_column: LabelColumn = None,
-    length: Length = 128,
+    reading: Reading = CALIBRATION,
     skip: Skip = None,
-    seed: Seed = 0,
     device: Device = "cpu",
     force: Force = False,
     as_json: AsJson = False,
@@ -193,21 +153,19 @@ def prune(
     """The whole job: score, plan, cut, mend and train, once or in rounds; ends with the folder of a smaller model."""
     check_room(output, force)
     net = trained(model, weights, device)
-    preprocessing = Preprocessing(size, parse_floats(mean), parse_floats(std))
-    columns = Columns(parse_names(text_column), label_column, length)
     small, plan = fp.prune(
         net,
-        read_data(model, net, data, Sampling(samples, batch_size, seed), preprocessing, columns),
+        reading.read(model, net, data),
         keep=parse_budget(keep) if keep else None,
         alpha=alpha,
         rounds=rounds,
         repair=parse_names(repair) if repair else None,
         recover_epochs=recover_epochs,
-        train=_shuffled(read_data(model, net, train or data, Sampling(None, batch_size, seed), preprocessing, columns)) if recover_epochs else None,
+        train=_shuffled(replace(reading, samples=None).read(model, net, train or data)) if recover_epochs else None,
         options={
             "discover": {"skip": skip or ()},
-            "score": {"removal": removal, "protection": protection, "seed": seed},
-            "recover": {"recipe": fp.Recipe(learning_rate=learning_rate, seed=seed), "folder": checkpoints},
+            "score": {"removal": removal, "protection": protection, "seed": reading.seed},
+            "recover": {"recipe": fp.Recipe(learning_rate=learning_rate, seed=reading.seed), "folder": checkpoints},
         },
     )
     if is_first():

@@ -11,53 +11,42 @@ import typer
 import fairpruner as fp
 
 from ..errors import FairprunerError
-from ..inputs.datasets import Preprocessing, Sampling, example_of
+from ..inputs.datasets import example_of
 from ..inputs.hugging_face import is_causal
 from ..inputs.sources import example_for, load_model
-from ..inputs.text import Columns, is_rows
+from ..inputs.text import is_rows
 from ..tables import Shown, show_plan, show_scores, show_spaces, show_sweep
 from ..types import BUDGETS, Metric, Plan, Scores
 from .common import (
     AsJson,
-    BatchSize,
-    Data,
     Device,
     Exact,
     Force,
     Kinds,
-    LabelColumn,
     Latency,
-    Length,
-    Mean,
     MinKeep,
     Model,
     MultipleOf,
     Protection,
     Removal,
     Rule,
-    Samples,
     ScoresFile,
-    Seed,
-    Size,
     Skip,
-    Std,
-    TextColumn,
     Weights,
     app,
     check_room,
     is_first,
     parse_budget,
-    parse_floats,
     parse_multiple,
     parse_names,
     parse_number,
     parse_numbers,
     parse_shape,
-    read_data,
     read_latency,
     show,
     trained,
 )
+from .reading import CALIBRATION, Data, Length, Reading, Size, TextColumn, reads_data
 
 
 @app.command(epilog="Example: fairpruner discover torchvision:resnet18 --skip layer4")
@@ -76,8 +65,7 @@ def discover(
     """Show what can be removed from a model, and what cannot and why."""
     net = load_model(model, weights)
     if data is not None:
-        columns = Columns(parse_names(text_column), None, length)
-        example = example_of(read_data(model, net, data, Sampling(samples=1), Preprocessing(size), columns), torch.device("cpu"))
+        example = example_of(Reading(samples=1, size=size, text_column=text_column, length=length).read(model, net, data), torch.device("cpu"))
     else:
         example = torch.rand(1, *parse_shape(shape)) if shape is not None else example_for(model, net)
         if example is None:
@@ -86,6 +74,7 @@ def discover(
 
 
 @app.command(epilog="Example: fairpruner score net.py:build --weights net.safetensors --data digits.npz --removal wasserstein,l1 -o scores.safetensors")
+@reads_data
 def score(
     model: Model,
     data: Annotated[str, Data],
@@ -96,17 +85,9 @@ def score(
         str | None, typer.Option(help=f"One or several of {', '.join(fp.signals.names('protection'))}; by default what fits each kind.")
     ] = None,
     groups: Annotated[int | None, typer.Option(help="Compare this many groups of similar classes instead of all classes.")] = None,
-    samples: Samples = None,
-    batch_size: BatchSize = 64,
-    size: Size = None,
-    mean: Mean = "0",
-    std: Std = "1",
-    text_column: TextColumn = "text",
-    label_column: LabelColumn = None,
-    length: Length = 128,
+    reading: Reading = CALIBRATION,
     skip: Skip = None,
     kinds: Kinds = None,
-    seed: Seed = 0,
     device: Device = "cpu",
     force: Force = False,
     as_json: AsJson = False,
@@ -114,13 +95,12 @@ def score(
     """Score every unit of a model on calibration data, once: every budget after that is instant."""
     check_room(output, force)
     net = trained(model, weights, device)
-    columns = Columns(parse_names(text_column), label_column, length)
-    if is_rows(data) and label_column is None and not is_causal(net):
+    if is_rows(data) and reading.label_column is None and not is_causal(net):
         raise FairprunerError(f"{type(net).__name__} does not predict the next token, so its texts need classes: give --label-column.")
-    batches = read_data(model, net, data, Sampling(samples, batch_size, seed), Preprocessing(size, parse_floats(mean), parse_floats(std)), columns)
+    batches = reading.read(model, net, data)
     spaces = fp.discover(net, example_of(batches, torch.device(device)), kinds=parse_names(kinds) if kinds else None, skip=skip or ())
     removals, protections = (parse_names(names) if names else None for names in (removal, protection))
-    scores = fp.score(net, batches, spaces=spaces, removal=removals, protection=protections, groups=groups, seed=seed)
+    scores = fp.score(net, batches, spaces=spaces, removal=removals, protection=protections, groups=groups, seed=reading.seed)
     if is_first():
         scores.save(output)
         show(show_scores(scores, str(output)), as_json)
