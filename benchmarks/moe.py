@@ -1,21 +1,23 @@
 """The paper's experiment on routed experts: what is left of a language model without half, three quarters or five sixths of them.
 
     pip install "fairpruner[hf,lm_eval,energy]"
-    python benchmarks/moe.py --shared ../shared                      # the trained tiny Qwen2-MoE: about 40 minutes on two cores
+    python benchmarks/moe.py --shared ../shared --limit 20           # the trained tiny Qwen2-MoE: over an hour on two cores
     python benchmarks/moe.py --shared ../shared --only repair        # one part of: table, repair, costs, tasks
-    python benchmarks/moe.py --shared ../shared --table              # only put the tables into docs/moe.md
-    python benchmarks/moe.py --shared ../shared --model Qwen/Qwen1.5-MoE-A2.7B-Chat --only tasks --tasks wic,mmlu_pro
+    python benchmarks/moe.py --table                                 # only put the tables into docs/moe.md
+    python benchmarks/moe.py --shared ../shared --model Qwen/Qwen1.5-MoE-A2.7B-Chat --tasks wic,mmlu_pro --device cuda
 
-*table*: perplexity for every signal and rule, without any training, mean and spread over draws of calibration tokens.
-*repair*: what each step of a repair without training adds, at half of the experts. *costs*: bytes, memory, prefill and
-decode latency, energy. *tasks*: accuracy and parse rate of the paper's two tasks, calibrated on their other split.
-Perplexity is over the first 24,576 validation tokens in windows of 128, the length the tiny model was trained on.
+*table*: perplexity for every signal and rule, without any training, mean and spread over draws of calibration tokens: equally
+many from each of the text's 10 domains, and as the text comes. *repair*: what each step of a repair without training adds, at
+half of the experts. *costs*: bytes, memory, prefill and decode latency, energy. *tasks*: the paper's tables, accuracy and parse
+rate of its two tasks, calibrated on their other split; `--tasks` asks for this part alone. Perplexity is over the first 24,576
+validation tokens in windows of 128, the length the tiny model was trained on; another model's tokenizer reads the same text.
 Writes benchmarks/results/moe.json; parts that were not asked for stay as they are.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import lzma
 import shlex
@@ -24,7 +26,8 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +47,7 @@ WINDOW, VALIDATION, DOMAINS = 128, 24_576, 10
 REMOVED = (0.5, 0.75, 5 / 6)
 REMOVALS = ("soft_activation", "reap", "frequency", "random")
 ROWS = (("random", "uniform"), ("frequency", "uniform"), *((s, rule) for s in ("soft_activation", "reap") for rule in ("uniform", "tod", "global")))
+MIXES = ("equally much of each domain", "as the text comes")
 Row = dict[str, Any]
 
 
@@ -52,28 +56,37 @@ def tokens(shared: Path, name: str, dtype: str) -> np.ndarray:
 
 
 class Bench:
-    """The model, its validation text, and draws of calibration text that take equally much of each domain."""
+    """The model, its validation text, and draws of calibration text."""
 
-    def __init__(self, shared: Path, model: str, size: int) -> None:
-        self.model = pretrained(model)
+    def __init__(self, shared: Path, model: str, size: int, device: str) -> None:
+        self.model = pretrained(model).to(device)
+        tiny = str(shared / "weights" / "tiny_qwen2moe")
+        self._reader, self._tokenizer = (None, None) if model == tiny else (tokenizer_of(tiny), tokenizer_of(model))
         self._train, self._domain, self._size = tokens(shared, "moe_tokens_train", "<u2"), tokens(shared, "moe_domains_train", "u1"), size
-        self._validation = torch.from_numpy(tokens(shared, "moe_tokens_val", "<u2")[:VALIDATION].astype(np.int64))
-        example = {"input_ids": self._validation[None, :WINDOW]}
-        self.spaces = fp.discover(self.model, example, kinds=["expert"])
+        self._validation = self._own(tokens(shared, "moe_tokens_val", "<u2")[:VALIDATION])
+        self.example = {"input_ids": self._validation[None, :WINDOW].to(device)}
+        self.spaces = fp.discover(self.model, self.example, kinds=["expert"])
 
-    def draw(self, seed: int) -> list[dict[str, Tensor]]:
+    def _own(self, ids: np.ndarray) -> Tensor:
+        """The text of the stored tokens, which are the tiny model's, as tokens of this model."""
+        ids = ids.astype(np.int64)
+        if self._reader is not None and self._tokenizer is not None:
+            ids = np.array(self._tokenizer(self._reader.decode(ids), add_special_tokens=False, verbose=False)["input_ids"])
+        return torch.from_numpy(ids)
+
+    def draw(self, seed: int, mix: str = MIXES[0]) -> list[dict[str, Tensor]]:
         """Batches of 64 windows."""
-        rng, windows = np.random.default_rng(seed), []
-        for domain in range(DOMAINS):
-            places = np.flatnonzero(self._domain == domain)[:-WINDOW]
-            windows += [self._train[start : start + WINDOW] for start in rng.choice(places, self._size // WINDOW // DOMAINS)]
-        chosen = torch.from_numpy(np.stack(windows)[rng.permutation(len(windows))].astype(np.int64))
-        return [{"input_ids": some, "labels": some} for some in chosen.split(64)]
+        rng, count = np.random.default_rng(seed), self._size // WINDOW
+        kinds = [self._domain == domain for domain in range(DOMAINS)] if mix == MIXES[0] else [self._domain >= 0]
+        starts = np.concatenate([rng.choice(np.flatnonzero(kind)[:-WINDOW], count // len(kinds)) for kind in kinds])
+        stream = self._own(np.concatenate([self._train[start : start + WINDOW] for start in rng.permutation(starts)]))
+        windows = stream[: len(stream) // WINDOW * WINDOW].view(-1, WINDOW)
+        return [{"input_ids": some, "labels": some} for some in windows.split(64)]
 
-    def scores(self, seed: int) -> fp.Scores:
+    def scores(self, seed: int, mix: str = MIXES[0]) -> fp.Scores:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", fp.FairprunerWarning)  # the spread over the draws is what the tables show
-            return fp.score(self.model, self.draw(seed), spaces=self.spaces, removal=REMOVALS, protection="routed_taylor", seed=seed)
+            return fp.score(self.model, self.draw(seed, mix), spaces=self.spaces, removal=REMOVALS, protection="routed_taylor", seed=seed)
 
     def perplexity(self, model: nn.Module) -> float:
         return perplexity(model, self._validation, length=WINDOW, batch_size=32).value
@@ -89,19 +102,17 @@ def spread(values: Sequence[float]) -> Row:
 
 
 def measure_table(bench: Bench, draws: int) -> Row:
-    """Perplexity by signal, rule and share removed."""
-    found: dict[tuple[str, str, float], list[float]] = {}
-    for seed in range(draws):
-        scores = bench.scores(seed)
-        for signal, rule in ROWS:
-            for removed in REMOVED:
-                small = fp.cut(bench.model, plan_for(scores, signal, rule, removed))
-                found.setdefault((signal, rule, removed), []).append(bench.perplexity(small))
-                print(seed, signal, rule, f"{removed:.3f}", f"{found[signal, rule, removed][-1]:.2f}", flush=True)
-    return {
-        "full": bench.perplexity(bench.model),
-        "rows": [{"signal": s, "rule": rule, "removed": removed, **spread(values)} for (s, rule, removed), values in found.items()],
-    }
+    """Perplexity by mix of the calibration text, signal, rule and share removed."""
+    found: dict[tuple[str, str, str, float], list[float]] = {}
+    for seed, mix in itertools.product(range(draws), MIXES):
+        scores = bench.scores(seed, mix)
+        for (signal, rule), removed in itertools.product(ROWS, REMOVED):
+            small = fp.cut(bench.model, plan_for(scores, signal, rule, removed))
+            values = found.setdefault((mix, signal, rule, removed), [])
+            values.append(bench.perplexity(small))
+            print(seed, mix, signal, rule, f"{removed:.3f}", f"{values[-1]:.2f}", flush=True)
+    keys = ("mix", "signal", "rule", "removed")
+    return {"full": bench.perplexity(bench.model), "rows": [dict(zip(keys, key, strict=True)) | spread(values) for key, values in found.items()]}
 
 
 def merged(model: nn.Module, plan: fp.Plan, scores: fp.Scores) -> nn.Module:
@@ -162,12 +173,11 @@ def on_disk(folder: Path) -> Row:
 def measure_costs(bench: Bench, draws: int) -> Row:
     """Sizes, memory, latency and energy of the uniform plans beside the full model."""
     scores = bench.scores(0)
-    example = {"input_ids": bench.draw(0)[0]["input_ids"][:1]}
     rows = []
     for removed in REMOVED:
         plan = plan_for(scores, "reap", "uniform", removed)
         small = fp.cut(bench.model, plan)
-        measured = fp.measure(small, example, against=bench.model, batch_sizes=(1,), memory=False, energy="DEU")
+        measured = fp.measure(small, bench.example, against=bench.model, batch_sizes=(1,), memory=False, energy="DEU")
         with tempfile.TemporaryDirectory() as folder:
             fp.save(bench.model, fp.Plan.removing(bench.spaces, {}), Path(folder) / "full")
             fp.save(small, plan, Path(folder) / "small")
@@ -177,112 +187,155 @@ def measure_costs(bench: Bench, draws: int) -> Row:
     return {"rows": rows}
 
 
-def asked(task: str, path: Path, tokenizer: Any, items: int) -> list[dict[str, Tensor]]:
-    """Questions of a split with their answers, as calibration batches of 8."""
-    rows = TASKS[task].read(path)[:items]
-    texts = [f"{TASKS[task].prompt(row)} {TASKS[task].answer(row)}" for row in rows]
+@dataclass(frozen=True)
+class Protocol:
+    """How the paper asks a task: from what it calibrates, what it evaluates, how much it removes, how many random choices it averages."""
+
+    calibration: str
+    evaluated: str
+    removed: tuple[float, ...]
+    seeds: int
+
+
+PROTOCOLS = {
+    "wic": Protocol("wic_train.jsonl", "wic_validation.jsonl", REMOVED, 10),
+    "mmlu_pro": Protocol("mmlu_pro_validation.parquet", "mmlu_pro_test.jsonl.xz", (0.5,), 5),
+}
+METHODS = (("frequency", "uniform"), ("soft_activation", "uniform"), ("soft_activation", "tod"), ("reap", "uniform"), ("reap", "global"))
+
+
+def asked(task: str, path: Path, tokenizer: Any, size: int) -> list[dict[str, Tensor]]:
+    """Questions of a split with their answers, about `size` tokens of them, as they are asked in the evaluation; batches of 8."""
+
+    def text(row: Mapping[str, Any]) -> str:
+        question, answer = TASKS[task].prompt(row), TASKS[task].answer(row)
+        if not tokenizer.chat_template:
+            return f"{question} {answer}"
+        talk = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        return str(tokenizer.apply_chat_template(talk, tokenize=False))
+
+    texts = [text(row) for row in TASKS[task].read(path)]
+    lengths = np.cumsum([len(tokenizer(some, verbose=False)["input_ids"]) for some in texts])
+    texts = texts[: int(np.searchsorted(lengths, size)) + 1]
     coded = [tokenizer(texts[i : i + 8], return_tensors="pt", padding=True, truncation=True, max_length=512) for i in range(0, len(texts), 8)]
     return [{"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]} for batch in coded]
 
 
-FILES = {"wic": ("wic_train.jsonl", "wic_validation.jsonl"), "mmlu_pro": ("mmlu_pro_validation.parquet", "mmlu_pro_test.jsonl.xz")}  # to calibrate, to evaluate
-
-
-def measure_tasks(shared: Path, model: str, tasks: Sequence[str], limit: int | None) -> Row:
-    """The paper's two tasks, zero-shot, with half of the experts: the full model, random experts, the paper's choice, and ours."""
-    found, tokenizer = pretrained(model), tokenizer_of(model)
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    rows = []
+def measure_tasks(shared: Path, model: str, tasks: Sequence[str], limit: int | None, size: int, device: str) -> Row:
+    """The paper's two tasks, zero-shot: the full model, the paper's baselines and choice, and ours."""
+    full, tokenizer = pretrained(model).to(device), tokenizer_of(model)
+    rows: list[Row] = []
     for task in tasks:
-        calibration, evaluated = (shared / "data" / "text" / name for name in FILES[task])
-        data = asked(task, calibration, tokenizer, 64)
-        spaces = fp.discover(found, {name: values[:1] for name, values in data[0].items()}, kinds=["expert"])
+        protocol = PROTOCOLS[task]
+        calibration, evaluated = (shared / "data" / "text" / name for name in (protocol.calibration, protocol.evaluated))
+        data = asked(task, calibration, tokenizer, size)
+        spaces = fp.discover(full, {name: values[:1].to(device) for name, values in data[0].items()}, kinds=["expert"])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", fp.FairprunerWarning)
-            scores = fp.score(found, data, spaces=spaces, removal=REMOVALS, protection="routed_taylor")
-        plans = {f"{signal}, {rule}": plan_for(scores, signal, rule, 0.5) for signal, rule in (("soft_activation", "tod"), ("reap", "uniform"))}
-        plans |= {f"random, seed {seed}": fp.shuffled(plans["reap, uniform"], seed) for seed in range(3)}
-        models = {"full": found, **{name: fp.cut(found, plan) for name, plan in plans.items()}}
-        for name, small in models.items():
-            outcome = evaluate(small, tokenizer, {task: evaluated}, limit=limit, calibration=calibration)[task]
-            rows.append({"task": task, "model": name, **outcome.to_json()})
-            print(task, name, f"accuracy {outcome.accuracy:.3f}, parse rate {outcome.parse_rate:.3f}, {outcome.items} items", flush=True)
+            scores = fp.score(full, data, spaces=spaces, removal=REMOVALS, protection="routed_taylor")
+        wanted: list[tuple[str, float, list[fp.Plan]]] = [("full", 0.0, [fp.Plan.removing(spaces, {})])]
+        for removed in protocol.removed:
+            plans = {f"{signal}, {rule}": plan_for(scores, signal, rule, removed) for signal, rule in METHODS}
+            wanted.append(("random, uniform", removed, [fp.shuffled(plans["frequency, uniform"], seed) for seed in range(protocol.seeds)]))
+            wanted += [(method, removed, [plan]) for method, plan in plans.items()]
+        for method, removed, choices in wanted:
+            found = [evaluate(fp.cut(full, plan), tokenizer, {task: evaluated}, limit=limit, calibration=calibration)[task] for plan in choices]
+            shares = {name: spread([getattr(outcome, name) for outcome in found]) for name in ("accuracy", "parse_rate")}
+            categories = {kind: statistics.mean(outcome.categories[kind].accuracy for outcome in found) for kind in found[0].categories}
+            rows.append({"task": task, "method": method, "removed": removed, "items": found[0].items, **shares, "categories": categories})
+            print(task, method, f"{removed:.3f}", *(f"{name} {share['mean']:.3f} ± {share['deviation']:.3f}" for name, share in shares.items()), flush=True)
     return {"model": Path(model).name, "limit": limit, "rows": rows}
 
 
 START, END = "<!-- made by: python benchmarks/moe.py --table -->", "<!-- end -->"
-
-
 FOLDER = {"disk": "size on disk", "resident": "resident memory to load and run"}
 
 
-def tables(parts: Row) -> str:
-    """The results as Markdown."""
+def grid(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *body))
 
-    def table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-        return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *body))
 
-    def cell(row: Row) -> str:
-        return f"{row['mean']:.1f} ± {row['deviation']:.1f}"
+def cell(values: Row, form: str = ".1f") -> str:
+    return f"{values['mean']:{form}}" + (f" ± {values['deviation']:{form}}" if len(values["values"]) > 1 else "")
 
-    made = []
-    if "table" in parts:
-        part = parts["table"]
-        cells = {(row["signal"], row["rule"], round(row["removed"], 3)): cell(row) for row in part["rows"]}
+
+def show_table(part: Row) -> list[str]:
+    shown = [f"Full model: {part['full']:.2f}. Mean ± standard deviation over {part['draws']} draws of {part['tokens']:,} tokens."]
+    for mix in MIXES:
+        cells = {(row["signal"], row["rule"], round(row["removed"], 3)): cell(row) for row in part["rows"] if row["mix"] == mix}
         body = [[signal, rule, *(cells[signal, rule, round(removed, 3)] for removed in REMOVED)] for signal, rule in ROWS]
-        made.append(f"Full model: {part['full']:.2f}. Mean ± standard deviation over {part['draws']} draws of {part['tokens']:,} tokens.")
-        made.append(table(["removal signal", "rule", *(f"{removed:.1%} removed" for removed in REMOVED)], body))
-    if "repair" in parts:
-        part = parts["repair"]
-        made.append(f"Repair without training, half of the experts removed ({part['draws']} draws of {part['tokens']:,} tokens):")
-        made.append(table(["step", "perplexity", "times the full model's"], [[r["step"], cell(r), f"{r['mean'] / part['full']:.2f}"] for r in part["rows"]]))
-    if "costs" in parts:
-        body = []
-        for row in parts["costs"]["rows"]:
-            known = [q for q in row["quantities"] if q["model"] is not None]
-            body += [
-                [f"{row['removed']:.1%}", f"{q['name']}, {q['unit']}" if q["unit"] else q["name"], f"{q['against']:,.4g}", f"{q['model']:,.4g}"] for q in known
+        shown += [f"Calibration text: {mix}.", grid(["removal signal", "rule", *(f"{removed:.1%} removed" for removed in REMOVED)], body)]
+    return shown
+
+
+def show_repair(part: Row) -> list[str]:
+    body = [[row["step"], cell(row), f"{row['mean'] / part['full']:.2f}"] for row in part["rows"]]
+    title = f"Repair without training, half of the experts removed ({part['draws']} draws of {part['tokens']:,} tokens, equally much of each domain):"
+    return [title, grid(["step", "perplexity", "times the full model's"], body)]
+
+
+def show_costs(part: Row) -> list[str]:
+    def values(row: Row, side: str) -> dict[str, str]:
+        """What was measured of one model, `side` being "model" (the pruned one) or "against" (the full one)."""
+        shown = {f"{q['name']}, {q['unit']}" if q["unit"] else q["name"]: f"{q[side]:,.4g}" for q in row["quantities"] if q["model"] is not None}
+        shown |= {f"{what}, MB": f"{row['folders']['small' if side == 'model' else 'full'][key] / 1e6:.1f}" for key, what in FOLDER.items()}
+        return shown | {f"{timing['what']}, ms": f"{timing[side]['median']:.2f}" for timing in row["timings"]}
+
+    columns = [values(part["rows"][0], "against"), *(values(row, "model") for row in part["rows"])]
+    title = "What they cost, plans of equal depth; one text of 128 tokens (energy and CO2 are CodeCarbon's estimates, since this machine has no counter):"
+    head = ["", "full", *(f"{row['removed']:.1%} removed" for row in part["rows"])]
+    return [title, grid(head, [[name, *(column[name] for column in columns)] for name in columns[0]])]
+
+
+def show_tasks(part: Row) -> list[str]:
+    shown = []
+    for task in dict.fromkeys(row["task"] for row in part["rows"]):
+        rows = [row for row in part["rows"] if row["task"] == task]
+        percent = {"accuracy": ".1%", "parse_rate": ".1%"}
+        body = [[row["method"], f"{row['removed']:.1%}", *(cell(row[name], form) for name, form in percent.items())] for row in rows]
+        shown += [f"{task}, {part['model']}, {rows[0]['items']:,} items:", grid(["removal signal, rule", "removed", "accuracy", "parse rate"], body)]
+        kinds = list(rows[0]["categories"])
+        if kinds:
+            shown += [
+                f"{task}, accuracy by category:",
+                grid(["", *(row["method"] for row in rows)], [[k, *(f"{r['categories'][k]:.1%}" for r in rows)] for k in kinds]),
             ]
-            body += [
-                [f"{row['removed']:.1%}", f"{what}, MB", *(f"{row['folders'][name][key] / 1e6:.1f}" for name in ("full", "small"))]
-                for key, what in FOLDER.items()
-            ]
-            body += [[f"{row['removed']:.1%}", f"{t['what']}, ms", f"{t['against']['median']:.2f}", f"{t['model']['median']:.2f}"] for t in row["timings"]]
-        made.append("What they cost (energy and CO2 are CodeCarbon's estimates, since this machine has no counter):")
-        made.append(table(["removed", "quantity", "full", "pruned"], body))
-    if "tasks" in parts:
-        part = parts["tasks"]
-        made.append(f"Tasks, {part['model']}, half of the experts removed:")
-        body = [[r["task"], r["model"], f"{r['accuracy']:.1%}", f"{r['parse_rate']:.1%}", str(r["items"])] for r in part["rows"]]
-        made.append(table(["task", "model", "accuracy", "parse rate", "items"], body))
-    return "\n\n".join(made)
+    return shown
+
+
+SHOWN = {"table": show_table, "repair": show_repair, "costs": show_costs, "tasks": show_tasks}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shared", type=Path, default=Path("../shared"))
     parser.add_argument("--model", help="a folder or a hub name; the tiny model of the shared folder by default")
-    parser.add_argument("--only", choices=["table", "repair", "costs", "tasks"])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--only", choices=list(SHOWN))
     parser.add_argument("--draws", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=100_000, help="of calibration text in each draw")
-    parser.add_argument("--tasks", default="wic,mmlu_pro")
+    parser.add_argument("--tasks", help="measure only these, of wic,mmlu_pro")
     parser.add_argument("--limit", type=int, help="items of each task")
     parser.add_argument("--table", action="store_true", help="put the tables into docs/moe.md, measure nothing")
     options = parser.parse_args()
     results: Row = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     model = options.model or str(options.shared / "weights" / "tiny_qwen2moe")
-    wanted = () if options.table else (options.only,) if options.only else ("table", "repair", "costs", "tasks")
-    bench = Bench(options.shared, model, options.tokens) if set(wanted) - {"tasks"} else None
+    only = "tasks" if options.tasks else options.only
+    wanted = () if options.table else (only,) if only else tuple(SHOWN)
+    bench = Bench(options.shared, model, options.tokens, options.device) if set(wanted) - {"tasks"} else None
     for part in wanted:
         if bench is None or part == "tasks":
-            found = measure_tasks(options.shared, model, options.tasks.split(","), options.limit)
+            tasks = (options.tasks or ",".join(PROTOCOLS)).split(",")
+            found = measure_tasks(options.shared, model, tasks, options.limit, options.tokens, options.device)
         else:
             found = {"table": measure_table, "repair": measure_repair, "costs": measure_costs}[part](bench, options.draws)
             found |= {"draws": options.draws, "tokens": options.tokens}
         results[part] = {"command": shlex.join(["python", *sys.argv]), **found}
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    shown = [line for part, show in SHOWN.items() if part in results for line in show(results[part])]
     before, rest = PAGE.read_text().split(START)
-    PAGE.write_text(before + START + "\n\n" + tables(results) + "\n\n" + END + rest.split(END)[1])
+    PAGE.write_text(before + START + "\n\n" + "\n\n".join(shown) + "\n\n" + END + rest.split(END)[1])
 
 
 if __name__ == "__main__":

@@ -94,6 +94,7 @@ def _answers(model: nn.Module, tokenizer: Any, task: Task, rows: Sequence[Row], 
         "custom_dataset": lambda **_: {"test": importlib.import_module("datasets").Dataset.from_list([dict(row) for row in rows])},
         "test_split": "test",
         "output_type": "generate_until",
+        "num_fewshot": 0,
         "doc_to_text": task.prompt,
         "doc_to_target": task.answer,
         "process_results": judge,
@@ -102,25 +103,17 @@ def _answers(model: nn.Module, tokenizer: Any, task: Task, rows: Sequence[Row], 
     }
     with evaluating(model):
         asked = harness.models.huggingface.HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
-        found = harness.simple_evaluate(
-            model=asked,
-            tasks=[harness.api.task.ConfigurableTask(config=settings)],
-            task_manager=harness.tasks.TaskManager(include_defaults=False),  # it would look through thousands of tasks of its own
-            num_fewshot=0,
-            bootstrap_iters=0,
-            apply_chat_template=bool(getattr(tokenizer, "chat_template", None)),
-            random_seed=None,
-            numpy_random_seed=None,
-            torch_random_seed=None,
-            fewshot_random_seed=None,
-        )
+        manager = harness.tasks.TaskManager(include_defaults=False)  # it would look through thousands of tasks of its own
+        tasks = manager.load([harness.api.task.ConfigurableTask(config=settings)])
+        # Not simple_evaluate, which seeds, looks for a git repository and collects facts about the machine for every call.
+        found = harness.evaluator.evaluate(asked, tasks, bootstrap_iters=0, apply_chat_template=bool(getattr(tokenizer, "chat_template", None)))
     samples = sorted(found["samples"][task.name], key=lambda sample: sample["doc_id"])
     return [(sample["right"], sample["readable"]) for sample in samples]
 
 
 def _harness() -> Any:
     try:
-        for name in ("models.huggingface", "api.task", "tasks"):
+        for name in ("models.huggingface", "api.task", "evaluator", "tasks"):
             importlib.import_module(f"lm_eval.{name}")
         harness = importlib.import_module("lm_eval")
     except ModuleNotFoundError as error:
