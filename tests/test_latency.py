@@ -18,7 +18,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import fairpruner as fp
-from fairpruner.allocation import _Allocator
+from fairpruner.allocation.allocator import Allocator
 from fairpruner.cli import app
 from fairpruner.costs import Lengths
 from fairpruner.demo import build
@@ -83,7 +83,7 @@ def test_a_budget_takes_the_first_plan_within_it_or_the_one_before(sizes: list[i
 
 def every_plan(scores: Scores) -> list[fp.Plan]:
     """All plans of the rule, from the one that removes nothing on."""
-    dial = _Allocator(scores, "tod", 1, 1)._dial
+    dial = Allocator(scores, "tod", 1, 1)._dial
     orders = {name: np.argsort(values, kind="stable") for name, values in scores.removal.items()}
     depths = (dict(zip(scores.spaces.names, dial.depths(step), strict=True)) for step in range(dial.last + 1))
     return [fp.Plan.removing(scores.spaces, {name: order[: depth[name]] for name, order in orders.items()}) for depth in depths]
