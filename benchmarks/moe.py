@@ -335,7 +335,7 @@ def main() -> None:
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     shown = [line for part, show in SHOWN.items() if part in results for line in show(results[part])]
     before, rest = PAGE.read_text().split(START)
-    PAGE.write_text(before + START + "\n\n" + "\n\n".join(shown) + "\n\n" + END + rest.split(END)[1])
+    PAGE.write_text(before + START + "\n\n" + "\n\n".join(shown) + "\n\n" + END + rest.split(END, 1)[1])
 
 
 if __name__ == "__main__":

@@ -201,7 +201,7 @@ def main() -> None:
         RESULTS.parent.mkdir(parents=True, exist_ok=True)
         RESULTS.write_text(json.dumps(before, indent=2) + "\n", encoding="utf-8")
     before_table, rest = PAGE.read_text(encoding="utf-8").split(START)
-    PAGE.write_text(before_table + START + "\n\n" + table(before) + "\n\n" + END + rest.split(END)[1], encoding="utf-8")
+    PAGE.write_text(before_table + START + "\n\n" + table(before) + "\n\n" + END + rest.split(END, 1)[1], encoding="utf-8")
 
 
 if __name__ == "__main__":

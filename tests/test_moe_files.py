@@ -17,6 +17,8 @@ from torch import nn
 
 import fairpruner as fp
 from fairpruner.experts import expert_blocks
+from fairpruner.files.pretrained_files import write_config
+from fairpruner.files.pruned_modeling import resize
 from fairpruner.files.shards import parse_size
 from fairpruner.files.streaming import stream
 
@@ -100,8 +102,8 @@ def names_of(folder: Path) -> set[str]:
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "deepseek_v3", "gpt_oss", "granitemoe", "ernie4_5_moe", "glm4_moe"])
 def test_equal_counts_make_a_folder_without_code(family: str, tmp_path: Path) -> None:
-    """The experts lie in its files as in the original's, which is what other programs look for."""
-    model = moe(family, torch.float32)
+    """The experts lie in its files as in the original's, and all that transformers 5 renamed also has its earlier name: other programs look for those."""
+    model = moe(family, torch.float32, rope_theta=5000)
     model.save_pretrained(tmp_path / "whole")
     spaces = fp.discover(model, tokens(), kinds=["expert"])
     plan = fp.Plan.removing(spaces, {s.name: [g * (s.size // s.groups) for g in range(s.groups)] for s in spaces})
@@ -113,6 +115,9 @@ def test_equal_counts_make_a_folder_without_code(family: str, tmp_path: Path) ->
         assert not (folder / "modeling_pruned.py").exists()
         assert "pruned" not in config
         assert "auto_map" not in config
+        read = type(model.config).from_dict
+        assert read({name: config[name] for name in config if name not in ("rope_parameters", "dtype")}).to_dict() == read(config).to_dict()
+        assert read(config).rope_parameters["rope_theta"] == config["rope_theta"] == 5000
         alone, told = type(model).from_pretrained(folder, output_loading_info=True)
         assert not told["unexpected_keys"]
         assert not told["missing_keys"]
@@ -120,6 +125,29 @@ def test_equal_counts_make_a_folder_without_code(family: str, tmp_path: Path) ->
         assert equal_state(small, fp.load(folder))
         assert names_of(folder) <= names_of(tmp_path / "whole")
         assert "vLLM, SGLang" in (folder / "README.md").read_text()
+
+
+def test_numbers_of_experts_and_rotary_settings_have_their_earlier_names_too(tmp_path: Path) -> None:
+    """Transformers 4 would take 128 experts and a base of 10,000 otherwise."""
+    scaled = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    text = {"num_experts": 6, "rope_parameters": {**scaled, "rope_theta": 5000.0, "partial_rotary_factor": 0.5}, "dtype": "bfloat16"}
+    write_config(transformers.Qwen3MoeConfig(**text), tmp_path / "config.json")
+    write_config(transformers.Qwen3VLMoeConfig(text_config=text), tmp_path / "parts.json")
+    alone, within = (json.loads((tmp_path / name).read_text()) for name in ("config.json", "parts.json"))
+    for found in (alone, within["text_config"]):
+        assert found["num_experts"] == 6
+        assert found["rope_theta"] == 5000
+        assert found["rope_scaling"] == scaled
+        assert found["partial_rotary_factor"] == 0.5
+        assert found["torch_dtype"] == "bfloat16"
+    assert "rope_theta" not in within
+
+
+def test_a_transformers_that_keeps_experts_otherwise_is_told(original: Path) -> None:
+    """Version 4 has them one by one."""
+    model = loaded(original)
+    with pytest.raises(ValueError, match=r"Qwen2MoeForCausalLM has no model.layers.0.mlp.experts.3.up_proj.weight in the .* written with 5\."):
+        resize(model, {"tensors": {"model.layers.0.mlp.experts.3.up_proj.weight": [20, 32]}, "modules": {}})
 
 
 def plan_for(folder: Path) -> tuple[Any, fp.Plan]:

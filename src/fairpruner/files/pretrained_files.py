@@ -8,6 +8,7 @@ file of code beside it lets `transformers` build that.
 from __future__ import annotations
 
 import copy
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,6 +58,8 @@ HIDDEN = (
 HEADS = ("num_attention_heads", "num_key_value_heads", "encoder_attention_heads", "decoder_attention_heads")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
+BESIDE_SCALING = ("rope_theta", "partial_rotary_factor")  # in "rope_parameters" since transformers 5, before that beside "rope_scaling"
+
 
 def write_pretrained_files(small: Any, plan: Plan, folder: Path, source: str | None) -> str:
     """Write all that belongs beside the tensors; returns the part of a README.md that tells who can load the folder."""
@@ -65,7 +68,7 @@ def write_pretrained_files(small: Any, plan: Plan, folder: Path, source: str | N
     shrunk = _shrunk(config, plan)
     obstacle = _obstacle(small, original, shrunk, plan)
     if obstacle is None:
-        shrunk.to_json_file(folder / CONFIG)
+        write_config(shrunk, folder / CONFIG)
         served = ANYWHERE.format(name=original.__name__)
     else:
         served = _write_code(small, original, config, plan, folder, obstacle)
@@ -83,7 +86,7 @@ def _write_code(small: Any, original: Any, config: Any, plan: Plan, folder: Path
     autos = [] if standing_in else auto_classes(original)
     if autos:
         config.auto_map = {auto: f"{Path(CODE).stem}.{original.__name__}" for auto in autos}
-    config.to_json_file(folder / CONFIG)
+    write_config(config, folder / CONFIG)
     if not autos:
         return NOWHERE.format(obstacle=obstacle)
     code = Path(pruned_modeling.__file__).read_text(encoding="utf-8")
@@ -108,10 +111,30 @@ Only fairpruner can load this folder: {obstacle}, and `transformers` has no clas
 """
 
 
+def write_config(config: Any, file: Path) -> None:
+    """Write a configuration so that versions of `transformers` from before and since 5 read the same in it."""
+    fields = _with_older_names(config, json.loads(config.to_json_string()))
+    file.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _with_older_names(config: Any, fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a configuration, some also by the names they had before transformers 5: where those lack, earlier versions take defaults without a word."""
+    older = {name: fields[now] for name, now in config.attribute_map.items() if name in EXPERTS and now in fields}
+    if "dtype" in fields:
+        older["torch_dtype"] = fields["dtype"]
+    rope = fields.get("rope_parameters") or {}
+    if "rope_theta" in rope:  # else there are several, one for each kind of attention
+        older |= {name: rope[name] for name in BESIDE_SCALING if name in rope}
+        scaling = {name: value for name, value in rope.items() if name not in BESIDE_SCALING}
+        older["rope_scaling"] = None if rope["rope_type"] == "default" else scaling
+    parts = {name: _with_older_names(getattr(config, name), fields[name]) for name in config.sub_configs if isinstance(fields.get(name), dict)}
+    return {**older, **fields, **parts}
+
+
 def _built(original: Any, config: Any) -> Any:
     """The class as the configuration describes it when it is read again, without memory for its tensors."""
     with TemporaryDirectory() as folder:
-        config.to_json_file(Path(folder) / CONFIG)
+        write_config(config, Path(folder) / CONFIG)
         again = type(config).from_json_file(Path(folder) / CONFIG)
     with torch.device("meta"):
         return original(again)

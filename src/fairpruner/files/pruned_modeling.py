@@ -29,8 +29,13 @@ def pruned(original: Any) -> Any:
     return Pruned
 
 
-def resize(model: nn.Module, sizes: Any) -> None:
+def resize(model: Any, sizes: Any) -> None:
     """Shorten tensors to the shapes of `sizes["tensors"]`, and set the attributes of modules that `sizes["modules"]` tells."""
+    missing = sizes["tensors"].keys() - model.state_dict().keys()
+    if missing:
+        raise ValueError(
+            f"{type(model).__name__} has no {min(missing)} in the transformers installed here: this folder was written with {model.config.transformers_version}."
+        )
     for name, shape in sizes["tensors"].items():
         path, _, attribute = name.rpartition(".")
         module = model.get_submodule(path)
