@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from itertools import combinations
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +16,7 @@ from torch import nn
 from zoo import SMALL, CifarResNet, FixedSize, TwoInputs
 
 import fairpruner as fp
+from fairpruner.discovery.verify import lively_weights
 
 
 def found(spaces: fp.Spaces) -> dict[str, tuple[str, int]]:
@@ -210,6 +217,63 @@ def test_a_wrong_space_would_be_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     spaces = fp.discover(model, example)
     assert "mask and cut differ" in spaces.left_out["0"]
     assert spaces.names == ("2",)
+
+
+class Renormed(nn.Module):
+    """An embedding that shortens its own rows in every forward pass, [batch, tokens] -> [batch, tokens, 4]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.up, self.down = nn.Embedding(200, 32, max_norm=1.0), nn.Linear(32, 64), nn.Linear(64, 4)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(self.embed(tokens)).relu())
+
+
+def test_weights_that_the_model_writes_into_spoil_no_others() -> None:
+    assert found(fp.discover(Renormed(), torch.arange(100)[None])) == {"up": ("hidden", 64)}
+
+
+def test_the_weights_that_prove_a_cut_share_memory_and_yet_differ() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(9)))
+    made = lively_weights(model, torch.float32)
+    matrices = [made(name, p) for name, p in model.named_parameters() if p.ndim > 1]
+    assert len({matrix.untyped_storage().data_ptr() for matrix in matrices}) == 1
+    assert not any((a == b).all(1).any() for a, b in combinations(matrices, 2))
+    assert all(abs(float(matrix.var()) * 64 / 2 - 1) < 0.1 for matrix in matrices)  # variance 2 / fan-in
+
+
+ONE_DISCOVERY = """
+import torch
+from moe_zoo import PlainMoE
+import fairpruner as fp
+from fairpruner.measuring.fresh import resident
+
+class Stream(torch.nn.Sequential):
+    def forward(self, x):
+        for block in self:
+            x = x + block(x)
+        return x
+
+torch.set_num_threads(1)
+torch.set_default_dtype(torch.bfloat16)
+fp.discover(Stream(PlainMoE()), torch.randn(1, 5, 16))  # what this loads counts as torch's own
+model = Stream(*(PlainMoE(512, 1024, experts=8) for _ in range(4)))
+before = resident("VmRSS")
+spaces = fp.discover(model, torch.randn(1, 20, 512))
+assert len(spaces) == 8, spaces
+print((resident("VmHWM") - before) / sum(p.numel() * p.element_size() for p in model.parameters()))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
+def test_discovery_needs_the_memory_of_one_cut_in_float32() -> None:
+    """A bfloat16 model takes twice its bytes in float32: what is cut stays about there, while two full copies would take four times."""
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}  # so that the memory of a freed tensor leaves the process at once
+    command = [sys.executable, "-c", ONE_DISCOVERY]
+    done = subprocess.run(command, env=environment, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 2.5
 
 
 class Attention(nn.Module):

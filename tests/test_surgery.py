@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import io
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
 from checks import check_cut, difference, doubled, some_units, with_lively_weights
+from moe_zoo import plain_example, plain_moe
 from torch import nn
 from zoo import SMALL, CifarResNet
 
@@ -39,6 +41,17 @@ def test_the_empty_plan_is_the_identity() -> None:
     plan = fp.Plan.removing(fp.discover(model, example), {})
     assert difference(model, fp.cut(model, plan), example) == 0
     assert difference(model, fp.mask(model, plan), example) == 0
+
+
+@pytest.mark.parametrize(("build", "example"), [(SMALL["unet"][0], torch.zeros(SMALL["unet"][1])), (plain_moe, plain_example())], ids=["unet", "experts"])
+def test_cut_and_masked_models_share_no_memory_with_the_original(build: Callable[[], nn.Module], example: torch.Tensor) -> None:
+    model = build().to(example.dtype)
+    spaces = fp.discover(model, example)
+    held = {tensor.untyped_storage().data_ptr() for tensor in model.state_dict().values()}
+    for removed in ({}, some_units(spaces, 0.5, 0)):
+        plan = fp.Plan.removing(spaces, removed)
+        for made in (fp.cut(model, plan), fp.mask(model, plan)):
+            assert not held & {tensor.untyped_storage().data_ptr() for tensor in made.state_dict().values()}
 
 
 def test_the_mask_is_what_no_consumer_reads() -> None:

@@ -34,6 +34,13 @@ def call_checked(model: nn.Module, example: Any) -> Any:
         ) from error
 
 
+def check_has_numbers(model: nn.Module) -> None:
+    """Refuse a model whose tensors are shapes alone."""
+    name = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
+    if name is not None:
+        raise FairprunerError(f"{type(model).__name__} holds no numbers: {name} is on the meta device. Load its weights first.")
+
+
 def describe(value: Any) -> str:
     """Types, dtypes and shapes of an example, in one line."""
     if isinstance(value, torch.Tensor):
@@ -61,12 +68,13 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode inside; afterwards every module's mode, every buffer and the random state are as they were.
+    """Eval mode inside; afterwards every module's mode, buffers, tensors kept as attributes and the random state are as they were.
 
     The fused kernel of `nn.MultiheadAttention` is off meanwhile: it hides the projections from tracing, counting and signals.
     """
     fastpath = torch.backends.mha.get_fastpath_enabled()
     modes = [(module, module.training) for module in model.modules()]
+    attributes = [(module, dict(vars(module))) for module in model.modules()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     with torch.random.fork_rng(devices=sorted(d.index for d in devices if d.index is not None)):
@@ -79,7 +87,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             torch.backends.mha.set_fastpath_enabled(fastpath)
             for module, training in modes:
                 module.training = training
+            for module, before in attributes:
+                for name in [name for name, value in vars(module).items() if value is not before.get(name) and any(True for _ in tensors_of(value))]:
+                    vars(module).pop(name)
+                    vars(module).update({name: before[name]} if name in before else {})
             with torch.no_grad():
-                for buffer, before in buffers:
-                    if buffer.shape == before.shape and not torch.equal(buffer, before):
-                        buffer.copy_(before)
+                for buffer, numbers in buffers:
+                    if buffer.shape == numbers.shape and not torch.equal(buffer, numbers):
+                        buffer.copy_(numbers)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from .types import Slice, UnitSpace
 
 # Where rows meet an input, the last dimension of the result is the logits.
 PRODUCTS = frozenset([F.linear, torch.einsum, torch.matmul, torch.mm, torch.addmm, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, Tensor.mm])
@@ -44,3 +48,29 @@ def _silenced(tensor: Tensor, silenced: Tensor) -> SilencedRows:
     rows = tensor.as_subclass(SilencedRows)
     rows.silenced = silenced
     return rows
+
+
+def close(part: Slice, tensor: Tensor, gone: Tensor) -> Tensor:
+    """A router's tensor with the routes of some experts, true in [E], closed."""
+    if tensor.numel() > part.owner.size:
+        return silence(tensor, gone)
+    # A bias of -inf closes the route also where it is added after the logits became probabilities.
+    return tensor.index_fill(part.dim, gone.nonzero().squeeze(1).to(tensor.device), -math.inf)
+
+
+@contextmanager
+def without_expert(model: nn.Module, space: UnitSpace, unit: int) -> Iterator[None]:
+    """Inside, no token is sent to one expert of the model itself."""
+    places: list[tuple[dict[str, Any], str, Tensor, Slice]] = []
+    for part in space.slices_of("route"):
+        path, _, name = part.tensor.rpartition(".")
+        module = model.get_submodule(path)
+        held: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
+        places.append((held, name, held[name], part))
+    try:
+        for held, name, tensor, part in places:
+            held[name] = close(part, tensor.detach(), torch.from_numpy(part.owner == unit))
+        yield
+    finally:
+        for held, name, tensor, _ in places:
+            held[name] = tensor

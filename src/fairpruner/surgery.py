@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,9 +11,10 @@ import torch
 from torch import nn
 
 from .attention import STAND_INS
+from .calling import tensors_of
 from .errors import FairprunerError
 from .fingerprint import fingerprint
-from .silencing import silence
+from .silencing import close
 from .types import Ints, Plan, Slice, UnitSpace
 
 Change = Callable[[str, torch.Tensor], torch.Tensor]
@@ -70,8 +70,12 @@ def kept_indices(spaces: Iterable[UnitSpace], removed: Mapping[str, Iterable[int
     return keep
 
 
-def cut_units(model: nn.Module, spaces: Iterable[UnitSpace], removed: Mapping[str, Iterable[int]]) -> nn.Module:
-    """`cut` for any units of any spaces."""
+def _as_they_are(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def cut_units(model: nn.Module, spaces: Iterable[UnitSpace], removed: Mapping[str, Iterable[int]], *, weights: Change = _as_they_are) -> nn.Module:
+    """`cut` for any units of any spaces; `weights` may give the model other tensors first, of which those that lose nothing are not copied."""
     keep = kept_indices(spaces, removed)
     counts: dict[tuple[str, str], list[np.ndarray]] = {}
     for space in spaces:
@@ -80,6 +84,7 @@ def cut_units(model: nn.Module, spaces: Iterable[UnitSpace], removed: Mapping[st
             counts.setdefault((count.module, count.attribute), []).append(np.isin(count.owner, units))
 
     def narrow(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = weights(name, tensor)
         for dim, indices in keep.get(name, {}).items():
             tensor = tensor.index_select(dim, torch.from_numpy(indices).to(tensor.device))
         return tensor
@@ -97,8 +102,8 @@ def cut_units(model: nn.Module, spaces: Iterable[UnitSpace], removed: Mapping[st
     return small
 
 
-def mask_units(model: nn.Module, spaces: Iterable[UnitSpace], removed: Mapping[str, Iterable[int]]) -> nn.Module:
-    """`mask` for any units of any spaces.
+def mask_units(model: nn.Module, spaces: Iterable[UnitSpace], removed: Mapping[str, Iterable[int]], *, weights: Change = _as_they_are) -> nn.Module:
+    """`mask` for any units of any spaces, `weights` as for `cut_units`.
 
     Zero on the read side, since a bias or a norm would bring a zeroed filter back; an expert's logit becomes -inf, since a
     zeroed expert would still take tokens from the others.
@@ -110,11 +115,9 @@ def mask_units(model: nn.Module, spaces: Iterable[UnitSpace], removed: Mapping[s
             quiet.setdefault(part.tensor, []).append((part, torch.from_numpy(np.isin(part.owner, units))))
 
     def change(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = weights(name, tensor)
         for part, gone in quiet.get(name, ()):
-            if part.role == "route" and tensor.numel() > part.owner.size:
-                tensor = silence(tensor, gone)
-            else:  # a bias of -inf closes the route also where it is added after the logits became probabilities
-                tensor = tensor.index_fill(part.dim, gone.nonzero().squeeze(1).to(tensor.device), 0 if part.role == "read" else -math.inf)
+            tensor = close(part, tensor, gone) if part.role == "route" else tensor.index_fill(part.dim, gone.nonzero().squeeze(1).to(tensor.device), 0)
         return tensor
 
     return copy_with(model, change)
@@ -132,6 +135,10 @@ def copy_with(model: nn.Module, change: Change) -> nn.Module:
             fresh = change(name, tensor.detach())
             fresh = fresh.clone() if fresh.data_ptr() == tensor.data_ptr() else fresh.contiguous()
             memo[id(tensor)] = nn.Parameter(fresh, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fresh
+    for module in model.modules():
+        for kept in tensors_of(list(vars(module).values())):  # as a loss that a block keeps from its last call: deepcopy refuses what has a history
+            if kept.grad_fn is not None:
+                memo[id(kept)] = kept.detach().clone()
     fresh_model = copy.deepcopy(model, memo)
     modes = [module.training for module in fresh_model.modules()]
     fresh_model.train()  # drops what modules have derived from the old tensors and kept

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from ..calling import check_has_numbers
 from ..errors import FairprunerError
 from ..experts import expert_blocks, plain_experts, unsupported_experts
 from ..fingerprint import fingerprint
@@ -30,18 +31,19 @@ def discover(model: nn.Module, example: Any, *, kinds: Sequence[str] | None = No
     >>> [(space.name, space.kind, space.size) for space in spaces], spaces.left_out
     ([('0', 'hidden', 8)], {'2': "reaches the model's output"})
     """
+    check_has_numbers(model)
     with plain_experts(model):
         return _discover(model, example, kinds, skip)
 
 
 def _discover(model: nn.Module, example: Any, kinds: Sequence[str] | None, skip: Sequence[str]) -> Spaces:
     blocks = expert_blocks(model)
-    experts = [expert_space(model, block) for block in blocks]
-    seen = trace(model, example, experts)
-    assembled, fixed = assemble(seen, model)
-    found = [aligned(space, {block.experts for block in blocks}) for space in assembled]
+    experts = [expert_space(model, block, example) for block in blocks]
     whole = {space.name: f"routing needs all of its {space.size} experts" for space in experts if space.min_keep == space.size}
     removable = [space for space in experts if space.name not in whole]
+    seen = trace(model, example, removable)
+    assembled, fixed = assemble(seen, model)
+    found = [aligned(space, {block.experts for block in blocks}) for space in assembled]
     left_out = {**fixed, **whole, **unsupported_experts(model)}
     chosen = Spaces(tuple(as_data_flows((*found, *removable), seen)), left_out, CostModel((), (), ()), fingerprint(model)).only(kinds, skip)
     left_out = dict(chosen.left_out)

@@ -5,22 +5,44 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
+from ..calling import call, evaluating
 from ..experts import SIZES, ExpertBlock, is_route
+from ..surgery import cut_units
+from ..tod import removal_order
 from ..types import Count, Role, Slice, UnitSpace
 
 ROW = 8  # numbers of two bytes that are 16 bytes, the least that those kernels take
 
 
-def expert_space(model: nn.Module, block: ExpertBlock) -> UnitSpace:
+def expert_space(model: nn.Module, block: ExpertBlock, example: Any) -> UnitSpace:
     """The block's experts as units: their weights, and the rows, biases and scales by which they are routed."""
     owner = np.arange(block.size)
     slices = [Slice(tensor, dim, owner, role) for tensor, dim, role in (*_weights(model, block), *_routes(model, block))]
     counts = [Count(path, name, owner) for path in _modules(model, block) for name in SIZES if vars(model.get_submodule(path)).get(name) == block.size]
-    return UnitSpace(block.name, "expert", block.size, tuple(slices), tuple(counts), block.min_keep, block.groups)
+    space = UnitSpace(block.name, "expert", block.size, tuple(slices), tuple(counts), block.min_keep, block.groups)
+    return space if block.top_k else replace(space, min_keep=_fewest(model, space, example))
+
+
+def _fewest(model: nn.Module, space: UnitSpace, example: Any) -> int:
+    """The least number of experts with which the model is seen to run, where only its code knows how many a token uses."""
+
+    def runs(kept: int) -> bool:
+        small = cut_units(model, [space], {space.name: removal_order(np.arange(space.size), space.groups)[kept:]})
+        try:
+            with evaluating(small), torch.no_grad():
+                call(small, example)
+        except Exception:
+            return False
+        return True
+
+    fewer = range(space.min_keep, space.size, space.groups)
+    return next(filter(runs, fewer)) if len(fewer) and runs(fewer[-1]) else space.size
 
 
 def aligned(space: UnitSpace, fused: Collection[str]) -> UnitSpace:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from ..calling import call, evaluating, tensors_of
-from ..surgery import copy_with, cut_units, mask_units
+from ..surgery import Change, copy_with, cut_units, mask_units
 from ..tod import removal_order
 from ..types import Ints, UnitSpace
 
@@ -27,17 +27,7 @@ Removed = dict[str, Ints]
 def verify(model: nn.Module, example: Any, spaces: Sequence[UnitSpace]) -> dict[str, str]:
     """Name -> reason for each space whose cut fails or differs from its mask; all are tried together, then by halves."""
     check = Check(model, example, spaces)
-    failed: dict[str, str] = {}
-
-    def examine(part: Sequence[UnitSpace]) -> None:
-        reason = check.difference(part)
-        if reason and len(part) == 1:
-            failed[part[0].name] = reason
-        elif reason:
-            examine(part[: len(part) // 2])
-            examine(part[len(part) // 2 :])
-
-    examine(spaces)
+    failed = _failing(check, spaces)
     while failed:
         sound = [s for s in spaces if s.name not in failed]
         reason = check.difference(sound)
@@ -52,6 +42,13 @@ def verify(model: nn.Module, example: Any, spaces: Sequence[UnitSpace]) -> dict[
     return failed
 
 
+def _failing(check: Check, part: Sequence[UnitSpace]) -> dict[str, str]:
+    reason = check.difference(part)
+    if not reason or len(part) == 1:
+        return {part[0].name: reason} if reason else {}
+    return _failing(check, part[: len(part) // 2]) | _failing(check, part[len(part) // 2 :])
+
+
 class Check:
     """Compares mask and cut, with other numbers of units gone from each of the given spaces."""
 
@@ -63,8 +60,9 @@ class Check:
         elsewhere: Removed = {s.name: everywhere[s.name] for s in spaces[1::2]}
         self._rounds = (everywhere, elsewhere)
         self._example = example
-        stacks = frozenset(_stacks(model))
-        self._lively = cache(lambda dtype: copy_with(model, partial(lively, dtype=dtype, stacks=stacks)))
+        self._model = model
+        self._lively = cache(partial(lively_weights, model))
+        self._runs = cache(partial(_runs, model, example))
 
     def difference(self, spaces: Sequence[UnitSpace]) -> str:
         """Why mask and cut do not agree, or nothing."""
@@ -74,27 +72,56 @@ class Check:
     def _disagreement(self, spaces: Sequence[UnitSpace], removed: Removed) -> str:
         reason = ""
         for dtype, tolerance in PRECISIONS:
-            model = self._lively(dtype)
-            inputs = tree_map_only(torch.Tensor, partial(_cast, dtype=dtype), self._example)
+            weights = self._lively(dtype)
+            inputs = _cast(self._example, dtype)
             try:
-                small = _outputs(cut_units(model, spaces, removed), inputs)
+                small = _outputs(cut_units(self._model, spaces, removed, weights=weights), inputs)  # the cut model is gone before the masked one is built
             except Exception as error:
                 reason = f"a cut model cannot run: {_brief(error)}"
-                if self._runs(dtype, inputs):
+                if self._runs(dtype, weights):
                     break
                 continue
-            reason = _compare(_outputs(mask_units(model, spaces, removed), inputs), small, tolerance)
+            reason = _compare(_outputs(mask_units(self._model, spaces, removed, weights=weights), inputs), small, tolerance)
             if not reason or dtype is torch.float64:
                 break
         return reason
 
-    def _runs(self, dtype: torch.dtype | None, inputs: Any) -> bool:
-        """Whether the uncut model runs in this type at all."""
-        try:
-            _outputs(self._lively(dtype), inputs)
-        except Exception:
-            return False
-        return True
+
+def _runs(model: nn.Module, example: Any, dtype: torch.dtype | None, weights: Change) -> bool:
+    """Whether the uncut model runs in this type at all."""
+    try:
+        _outputs(copy_with(model, weights), _cast(example, dtype))
+    except Exception:
+        return False
+    return True
+
+
+# Windows begin this many numbers apart: 16 for the kernels that want aligned matrices, times a prime so that rows rarely meet rows.
+APART = 16 * 61
+
+
+def lively_weights(model: nn.Module, dtype: torch.dtype | None) -> Change:
+    """Lively tensors for a whole model: its matrices are windows into one pool for each fan-in, and so take the memory of the largest."""
+    stacks = frozenset(_stacks(model))
+    # An embedding with max_norm writes into its weight, which must not be that of others.
+    written = {f"{path}.weight" for path, module in model.named_modules() if getattr(module, "max_norm", None)}
+    matrices = {name: p for name, p in model.named_parameters() if p.ndim > 1 and p.is_floating_point() and name not in written}
+    kinds = {name: (max(p.shape[1:]) if name in stacks else p[0].numel(), p.dtype, p.device) for name, p in matrices.items()}
+    starts = {name: APART * number for number, name in enumerate(matrices)}
+    lengths: dict[tuple[int, torch.dtype, torch.device], int] = {}
+    for name, kind in kinds.items():
+        lengths[kind] = max(lengths.get(kind, 0), starts[name] + matrices[name].numel())
+    pools = {
+        kind: lively(str(kind), torch.empty(1, dtype=kind[1], device=kind[2]).expand(-(-length // kind[0]), kind[0]), dtype).flatten()
+        for kind, length in lengths.items()
+    }
+
+    def weights(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if name not in matrices:
+            return lively(name, tensor, dtype)
+        return pools[kinds[name]].narrow(0, starts[name], tensor.numel()).view(tensor.shape)
+
+    return weights
 
 
 def _stacks(model: nn.Module) -> Iterator[str]:
@@ -104,19 +131,18 @@ def _stacks(model: nn.Module) -> Iterator[str]:
             yield from (f"{path}.{name}" for name, p in module.named_parameters(recurse=False) if p.ndim == 3)
 
 
-def lively(name: str, tensor: torch.Tensor, dtype: torch.dtype | None, stacks: Collection[str] = ()) -> torch.Tensor:
-    """Random weights that keep the signal alive: under tiny or dead weights a wrong cut would look right."""
+def lively(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """Random numbers that keep the signal alive: under tiny or dead weights a wrong cut would look right."""
     if not tensor.is_floating_point():
         return tensor
     noise = torch.rand(tensor.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())), dtype=torch.float32)
     # Scales and variances near one; matrices with variance 2 / fan-in.
-    fan_in = 1 if tensor.ndim < 2 else max(tensor.shape[1:]) if name in stacks else tensor[0].numel()
-    fresh = noise + 0.5 if tensor.ndim < 2 else (noise - 0.5) * (24 / fan_in) ** 0.5
+    fresh = noise.add_(0.5) if tensor.ndim < 2 else noise.sub_(0.5).mul_((24 / tensor[0].numel()) ** 0.5)
     return fresh.to(device=tensor.device, dtype=dtype or tensor.dtype)
 
 
-def _cast(value: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    return value.to(dtype) if dtype is not None and value.is_floating_point() else value
+def _cast(example: Any, dtype: torch.dtype | None) -> Any:
+    return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if dtype is not None and t.is_floating_point() else t, example)
 
 
 def _outputs(model: nn.Module, inputs: Any) -> list[torch.Tensor]:

@@ -15,7 +15,8 @@ from .moving import copied, embedding, movement, restrided, to_complex, to_real,
 __all__ = ["Call", "rule_for"]
 
 _GROUPS: dict[Rule, str] = {
-    movement: "view _unsafe_view reshape cat stack constant_pad_nd index index_select roll flip repeat gather pixel_shuffle pixel_unshuffle channel_shuffle rot90 tril triu",
+    movement: "view _unsafe_view reshape cat stack constant_pad_nd index index_select roll flip repeat gather pixel_shuffle pixel_unshuffle channel_shuffle rot90 tril triu "
+    "squeeze unsqueeze t transpose",  # in place, too: so torch makes the product with a vector
     unchanged: "clone _to_copy contiguous lift_fresh dropout native_dropout masked_fill",
     fresh: "new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like rand_like randn_like _local_scalar_dense",
     copied: "copy",

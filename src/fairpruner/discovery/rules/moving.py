@@ -42,7 +42,7 @@ def _layer(tensor: torch.Tensor, shadow: Shadow, position: int) -> Layer:
 
 
 def _moved(call: Call, stand_in: dict[int, Layer]) -> list[Layer]:
-    args, kwargs = tree_map_only(torch.Tensor, lambda t: stand_in[id(t)], (call.args, call.kwargs))
+    args, kwargs = tree_map_only(torch.Tensor, lambda t: stand_in[id(t)][...], (call.args, call.kwargs))  # aliases: squeeze_ changes what it is given
     kwargs.pop("memory_format", None)
     run = {"view": _reshape, "_unsafe_view": _reshape, "reshape": _reshape, "cat": _cat, "constant_pad_nd": _pad}.get(call.name, call.func)
     moved = run(*args, **kwargs)
