@@ -6,13 +6,14 @@ import copy
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from checks import IN_FLOAT64, check_cut, difference, outputs, some_units
-from moe_zoo import BLOCKS, EXPERTS, FAMILIES, FURTHER, PlainMoE, enliven, moe, plain_example, plain_moe, tokens
+from moe_zoo import BLOCKS, EXPERTS, FAMILIES, FURTHER, Expert, PlainMoE, enliven, moe, plain_example, plain_moe, tokens
 from torch import nn
 from torch.nn import functional as F
 
@@ -305,7 +306,59 @@ def test_what_is_not_supported_says_so() -> None:
     net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), MatricesApart())
     spaces = fp.discover(net, torch.randn(5, 8))
     assert spaces.names == ("0",)
-    assert "neither parameters [experts, …] of one module nor an nn.ModuleList" in spaces.left_out["3"]
+    assert "tells a number of experts and has no nn.ModuleList of modules alike or module with parameters [experts, …]" in spaces.left_out["3"]
+
+
+class Stacks(nn.Module):
+    """Experts as matrices of the block itself, which says how many there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts, self.top_k, self.router = 4, 2, nn.Linear(8, 4)
+        self.up, self.down = nn.Parameter(torch.randn(4, 8, 12) / 4), nn.Parameter(torch.randn(4, 12, 8) / 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self.router(x).softmax(-1).topk(self.top_k)
+        shares = torch.zeros(len(x), 4).scatter(1, chosen, weights)
+        return x + torch.einsum("neh,ehw,ne->nw", torch.einsum("nw,ewh->neh", x, self.up).relu(), self.down, shares)
+
+
+def named_experts() -> nn.Module:
+    block = PlainMoE(width=8, hidden=12, experts=4, top_k=2)
+    block.experts = nn.ModuleDict({str(number): expert for number, expert in enumerate(block.experts)})
+    block.forward = lambda x: x  # what it computes does not matter here
+    return block
+
+
+def odd_experts() -> nn.Module:
+    block = PlainMoE(width=8, hidden=12, experts=4, top_k=2)
+    block.experts[2] = Expert(8, 10)
+    return block
+
+
+def experts_without_a_router() -> nn.Module:
+    block = ComputingList()
+    block.experts = nn.ModuleList(Expert(8, 12) for _ in range(4))
+    block.router = None
+    block.forward = lambda x: sum(expert(x) for expert in block.experts)
+    return block
+
+
+NO_BLOCK = {
+    Stacks: "tells a number of experts and has no nn.ModuleList",
+    named_experts: "its 4 experts are an nn.ModuleDict, expected nn.ModuleList",
+    odd_experts: "its 4 experts differ in their parameters, expected modules alike",
+    experts_without_a_router: "no matrix beside its 4 experts has a row for each",
+}
+
+
+@pytest.mark.parametrize("make", NO_BLOCK)
+def test_what_is_no_block_says_what_was_found(make: Any) -> None:
+    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), make())
+    spaces = fp.discover(net, torch.randn(1, 5, 8) if make is not Stacks else torch.randn(5, 8))
+    assert "0" in spaces.names
+    assert "expert" not in {s.kind for s in spaces}
+    assert NO_BLOCK[make] in spaces.left_out["3"]
 
 
 def test_a_token_that_uses_every_expert_leaves_none_to_remove() -> None:
@@ -315,13 +368,130 @@ def test_a_token_that_uses_every_expert_leaves_none_to_remove() -> None:
     assert "expert" not in {s.kind for s in spaces}
 
 
-def test_a_block_without_top_k_is_left_out() -> None:
-    block = PlainMoE()
-    block.used = block.top_k
-    del block.top_k
-    block.forward = lambda x: block.experts[0](x) + block.router(x).sum(-1, keepdim=True)
-    spaces = fp.discover(nn.Sequential(block, nn.Linear(16, 16)), torch.randn(1, 4, 16))
-    assert "such as top_k, says how many of its 12 experts a token uses" in spaces.left_out["0"]
+class Best(PlainMoE):
+    """The best expert alone, as in Switch, or the best two: a number that only the code knows."""
+
+    def __init__(self, used: int) -> None:
+        super().__init__(experts=6)
+        self.used = used
+        del self.top_k
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, 16)
+        weights, chosen = self.router(flat).softmax(-1).topk(self.used)
+        out = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            token, rank = torch.where(chosen == number)
+            out[token] += expert(flat[token]) * weights[token, rank, None]
+        return out.reshape(x.shape)
+
+
+@pytest.mark.parametrize("used", [1, 2, 6])
+def test_how_many_experts_a_token_uses_may_be_known_to_the_code_alone(used: int) -> None:
+    net, example = nn.Sequential(Best(used), nn.Linear(16, 4)).double(), torch.randn(1, 9, 16, dtype=torch.float64)
+    assert expert_blocks(net)[0].top_k is None
+    spaces = fp.discover(net, example)
+    if used == 6:
+        assert spaces.left_out["0"] == "routing needs all of its 6 experts"
+        return
+    assert [(s.name, s.kind, s.min_keep) for s in spaces] == [("0", "expert", used), ("0.experts.0.up", "hidden", 1)]
+    check_cut(net, example, spaces, {"0": tuple(range(used, 6)), "0.experts.0.up": (3,)})
+
+
+class ManyGates(nn.Module):
+    """Experts shared by two tasks, with a gate for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Expert(16, 6) for _ in range(4))
+        self.gates = nn.ModuleList(nn.Linear(16, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        every = torch.stack([expert(x) for expert in self.experts], -1)  # [N, 16, E]
+        return torch.cat([(every * gate(x).softmax(-1)[:, None]).sum(-1) for gate in self.gates], 1)
+
+
+def test_experts_go_from_all_gates() -> None:
+    net = nn.Sequential(ManyGates(), nn.Linear(32, 4)).double()
+    spaces = fp.discover(net, torch.randn(3, 16).double())
+    small = check_cut(net, torch.randn(3, 16).double(), spaces, {"0": (1, 3), "0.experts.0.up": (2,)})
+    assert [gate.out_features for gate in small[0].gates] == [2, 2]
+
+
+class OneByOne(PlainMoE):
+    """Experts without biases, called on one token after the other: products with vectors."""
+
+    def __init__(self) -> None:
+        super().__init__(experts=4, top_k=2)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(16, 6, bias=False), nn.ReLU(), nn.Linear(6, 16, bias=False)) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self.router(x).softmax(-1).topk(self.top_k)
+        return torch.stack([sum(w * self.experts[e](t) for e, w in zip(c, ws, strict=True)) for t, c, ws in zip(x, chosen, weights, strict=True)])
+
+
+def test_experts_called_on_single_tokens() -> None:
+    model, example = nn.Sequential(OneByOne(), nn.LayerNorm(16)).double(), torch.randn(7, 16, dtype=torch.float64)
+    spaces = fp.discover(model, example)
+    assert [(s.name, s.kind) for s in spaces] == [("0", "expert"), ("0.experts.0.0", "hidden")]
+    small = check_cut(model, example, spaces, {"0": (1, 2), "0.experts.0.0": (0, 5)})
+    plan = fp.Plan.removing(spaces, {"0": (1, 2), "0.experts.0.0": (0, 5)})
+    assert difference(small, fp.cut(model, plan, repair="mean", data=[(example, torch.arange(7))]), example) == 0
+
+
+class StackedExperts(nn.Module):
+    """All experts at once, [N, width] -> [N, E, width]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(6, 8, 12) / 3), nn.Parameter(torch.randn(6, 12, 8) / 3)
+        self.bias = nn.Parameter(torch.randn(6, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("neh,ehw->new", torch.einsum("nw,ewh->neh", x, self.up).relu(), self.down) + self.bias
+
+
+class Stacked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(8, 6), StackedExperts()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self.router(x).softmax(-1).topk(2)
+        return x + (self.experts(x).gather(1, chosen[..., None].expand(-1, -1, 8)) * weights[..., None]).sum(1)
+
+
+def test_stacked_experts_are_scored_without_a_look_at_their_routing() -> None:
+    model, data = nn.Sequential(Stacked(), nn.Linear(8, 3)).double(), [(torch.randn(9, 8).double(), torch.arange(9) % 3)] * 2
+    spaces = fp.discover(model, data[0][0])
+    assert [(s.name, s.kind, s.min_keep) for s in spaces] == [("0", "expert", 2)]
+    with pytest.raises(fp.FairprunerError, match=r"calls its StackedExperts in a way that is not known.*removal='l2' and protection='deletion'"):
+        fp.score(model, data, spaces=spaces)
+    plan = fp.allocate(fp.score(model, data, spaces=spaces, removal="l2", protection="deletion"), keep=fp.Budget("experts", 0.5), exact=True)
+    assert difference(fp.cut(model, plan), fp.mask(model, plan), data[0][0]) < TOLERANCE
+
+
+def test_a_cut_list_with_narrower_experts_is_saved_and_loaded(tmp_path: Path) -> None:
+    model, example = plain_moe(), plain_example()
+    spaces = fp.discover(model, example)
+    plan = fp.Plan.removing(spaces, {"blocks.0": (0, 3), "blocks.0.experts.0.up": (1, 2), "blocks.1.experts.0.up": (7,)})
+    small = fp.cut(model, plan)
+    fp.save(small, plan, tmp_path / "small")
+    assert difference(small, fp.load(tmp_path / "small", build=plain_moe), example) == 0
+    with pytest.raises(fp.FairprunerError, match=r"it has blocks\.0\.experts of shape \[12\], the plan keeps 10"):
+        fp.save(model, plan, tmp_path / "wrong")
+
+
+@pytest.mark.parametrize("method", ["mean", "least_squares", "sequential"])
+def test_repair_by_position_leaves_listed_experts_alone(method: str) -> None:
+    """Those that stay have moved up, and the tokens they are called on are others in each model."""
+    model, example = plain_moe(), plain_example()
+    plan = fp.Plan.removing(fp.discover(model, example), {"blocks.0": (0, 3), "blocks.0.experts.0.up": (1, 2)})
+    small, notes = fp.cut(model, plan), []
+    again = fp.repair(small, model, plan, [(example, model(example).detach())], method=method, loss=F.mse_loss, notes=notes)
+    assert difference(small, again, example) == 0
+    assert notes
+    assert all("'experts' repairs those" in note.reason for note in notes)
 
 
 def test_silenced_rows_stay_silent_through_casts_copies_and_products() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from contextlib import nullcontext
@@ -19,6 +20,7 @@ from fairpruner.experts import expert_blocks
 from fairpruner.routing import Call, gates_of, probabilities, slopes_of, watching_experts
 from fairpruner.signals import Step, Task
 from fairpruner.signals.routing import SOFT_ACTIVATION
+from fairpruner.surgery import mask_units
 from fairpruner.types import Spaces
 
 FAMILIES = ("qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss", "phimoe", "granitemoe", "glm4_moe", "ernie4_5_moe")
@@ -134,8 +136,8 @@ def test_use_position_weighting_against_a_copy_of_the_expert_for_every_pair() ->
     rows = [sum(weights[t, k] * torch.func.functional_call(model.experts[0], copies[t, k], (x[0, t],)) for k in range(2)) for t in range(6)]
     F.mse_loss(torch.stack(rows), target[0]).backward()
     expected = np.zeros(4)
-    for (t, k), copy in copies.items():
-        expected[int(chosen[t, k])] += float(weights[t, k].detach()) * float(sum((p.grad * p.detach()).sum() for p in copy.values()))
+    for (t, k), own in copies.items():
+        expected[int(chosen[t, k])] += float(weights[t, k].detach()) * float(sum((p.grad * p.detach()).sum() for p in own.values()))
     net = nn.Sequential(model)
     found = fp.discover(net, x, kinds=["expert"])
     scores = fp.score(net, [(x, target)], spaces=found, loss=F.mse_loss, protection="routed_taylor")
@@ -206,13 +208,6 @@ def test_reap_of_fused_experts(qwen: nn.Module, experts: Spaces) -> None:
 def test_dense_blocks_show_the_same_routing() -> None:
     """All experts on all tokens, weights of zero for those not chosen."""
     sparse = hand_made()
-
-    class Dense(moe_zoo.PlainMoE):
-        def forward(self, x: Tensor) -> Tensor:
-            logits = self.router(x)
-            kept = logits.topk(self.top_k, dim=-1)
-            weights = torch.zeros_like(logits).scatter(-1, kept.indices, kept.values.softmax(-1))
-            return sum(weights[..., [number]] * expert(x) for number, expert in enumerate(self.experts))
 
     dense = nn.Sequential(Dense(width=4, hidden=3, experts=4, top_k=2))
     dense.load_state_dict(sparse.state_dict())
@@ -429,21 +424,222 @@ def test_experts_with_hidden_parameters_are_refused_for_taylor_only() -> None:
         fp.score(net, data, spaces=found, loss=F.mse_loss)
 
 
-def test_hidden_units_of_listed_experts_are_scored_by_their_weights_only() -> None:
-    net, x = moe_zoo.plain_moe(torch.float32), moe_zoo.plain_example(torch.float32)
-    found = fp.discover(net, x)
-    data = [(x, torch.zeros(2, 15, 5))]
-    scores = fp.score(net, data, spaces=found, loss=F.mse_loss, removal="hidden=l2+expert=soft_activation")
-    assert scores.active[1] == "hidden=taylor+expert=routed_taylor"
-    with pytest.raises(fp.FairprunerError, match=r"inside experts that are modules of a list.*hidden=l2\+expert=soft_activation"):
-        fp.score(net, data, spaces=found, loss=F.mse_loss, removal={"hidden": "activation", "expert": "reap"})
+# --- Listed experts ---
+
+
+class Dense(moe_zoo.PlainMoE):
+    """All experts on all tokens, weights of zero for those not chosen."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.router(x)
+        kept = logits.topk(self.top_k, dim=-1)
+        weights = torch.zeros_like(logits).scatter(-1, kept.indices, kept.values.softmax(-1))
+        return sum(weights[..., [number]] * expert(x) for number, expert in enumerate(self.experts))
+
+
+class Rounds(moe_zoo.PlainMoE):
+    """The first choices of all tokens, then the second ones: an expert is called several times."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).topk(self.top_k, dim=-1)
+        weights, out = weights.softmax(-1), torch.zeros_like(x)
+        for rank in range(self.top_k):
+            for number, expert in enumerate(self.experts):
+                sent = chosen[..., rank] == number
+                out[sent] = out[sent] + expert(x[sent]) * weights[..., rank][sent][:, None]
+        return out
+
+
+class Named(moe_zoo.PlainMoE):
+    """Experts called by keyword, on one token after the other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).topk(self.top_k, dim=-1)
+        weights = weights.softmax(-1)
+        rows = [
+            [sum(w * self.experts[e](x=t) for e, w in zip(c, ws, strict=True)) for t, c, ws in zip(*text, strict=True)]
+            for text in zip(x, chosen, weights, strict=True)
+        ]
+        return torch.stack([torch.stack(row) for row in rows])
+
+
+class Normed(moe_zoo.PlainMoE):
+    """A norm and a projection behind the sum, which nothing in the block is called after."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self.norm, self.out = nn.LayerNorm(sizes["width"]), nn.Linear(sizes["width"], sizes["width"])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.norm(x + super().forward(x)))
+
+
+class Squared(moe_zoo.PlainMoE):
+    """Not what the experts give is added up, but its squares."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum(expert(x).square() * share[..., None] for expert, share in zip(self.experts, self.router(x).softmax(-1).unbind(-1), strict=True))
+
+
+class TextMoE(nn.Module):
+    """Tokens [N, T] -> logits of the next ones, or of classes: what people write by hand."""
+
+    def __init__(self, block: type[moe_zoo.PlainMoE] = moe_zoo.PlainMoE, classes: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.moe, self.classes = nn.Embedding(90, 8), block(width=8, hidden=6, experts=5, top_k=2), classes
+        self.head = nn.Linear(8, classes or 90)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        h = self.embed(input_ids)
+        h = h + self.moe(h)
+        return self.head(h.mean(1) if self.classes else h)
+
+
+HIDDEN = "moe.experts.0.up"
+
+
+def test_hidden_units_of_listed_experts_are_observed() -> None:
+    """The mean absolute value over the real tokens and the experts they were sent to."""
+    net, batch = TextMoE().double(), padded(texts(9, 5), "left")
+    seen = []
+    h = net.embed(batch["input_ids"])[batch["attention_mask"].bool()]  # [tokens, 8]
+    for token, chosen in zip(h, net.moe.router(h).topk(2).indices.tolist(), strict=True):
+        seen += [F.gelu(net.moe.experts[e].up(token)) for e in chosen]
+    scores = fp.score(net, [batch])
+    assert scores.active == ("hidden=activation+expert=soft_activation", "hidden=taylor+expert=routed_taylor")
+    np.testing.assert_allclose(scores.removal[HIDDEN], torch.stack(seen).abs().mean(0).detach(), rtol=1e-9)
+
+
+@pytest.mark.parametrize("block", [Dense, Rounds, Named])
+def test_the_way_experts_are_called_does_not_matter(block: type[moe_zoo.PlainMoE]) -> None:
+    data = [({"input_ids": torch.stack(texts(*[7] * 6, seed=s))}, torch.arange(6) % 3) for s in (1, 2)]
+    scores = []
+    for kind in (moe_zoo.PlainMoE, block):
+        net = TextMoE(kind, classes=3).double()
+        spaces = fp.discover(net, data[0][0])
+        removal = [{"hidden": name, "expert": "reap"} for name in ("wasserstein", "activation")]
+        scores.append(fp.score(net, data, spaces=spaces, removal=removal, protection={"hidden": "taylor2", "expert": "routed_taylor"}))
+    assert_same(*scores, tolerance=1e-9)
+
+
+def test_second_order_terms_of_hidden_units_against_a_gate() -> None:
+    net, ids = TextMoE(classes=3).double(), torch.stack(texts(7, 7, 7))
+    labels, gate = torch.tensor([0, 1, 2]), torch.ones(6, dtype=torch.float64, requires_grad=True)
+    hooks = [expert.down.register_forward_pre_hook(lambda module, args: args[0] * gate) for expert in net.moe.experts]
+    terms = torch.stack([torch.autograd.grad(F.cross_entropy(net(row[None]), label[None]), gate)[0] for row, label in zip(ids, labels, strict=True)])  # [N, J]
+    for hook in hooks:
+        hook.remove()
+    spaces = fp.discover(net, {"input_ids": ids}, kinds=["hidden"])
+    scores = fp.score(net, [({"input_ids": ids}, labels)], spaces=spaces, protection="taylor2")
+    np.testing.assert_allclose(scores.protection[HIDDEN], (-terms + terms.square() / 2).mean(0).abs(), rtol=1e-9)
+
+
+def test_what_comes_behind_the_sum_does_not_hide_it() -> None:
+    plain, normed = TextMoE().double(), TextMoE(Normed).double()
+    normed.moe.load_state_dict(plain.moe.state_dict(), strict=False)
+    normed.embed.load_state_dict(plain.embed.state_dict())
+    data = [padded(texts(9, 5, seed=s), "left") for s in (1, 2)]
+    names = [{"hidden": "activation", "expert": name} for name in REMOVAL]
+    one, other = (fp.score(net, data, removal=names, protection="random") for net in (plain, normed))
+    for signal in one.removals:
+        for name in ("moe", HIDDEN):
+            np.testing.assert_allclose(other.removals[signal][name], one.removals[signal][name], rtol=1e-9)
+
+
+@pytest.mark.parametrize("signal", ["l1", "l2", "fpgm"])
+def test_norms_of_listed_experts_are_those_of_their_matrices(signal: str) -> None:
+    net = TextMoE().double()
+    rows = np.stack([np.concatenate([e.up.weight.detach().numpy().ravel(), e.down.weight.detach().numpy().ravel()]) for e in net.moe.experts])
+    by_hand = {"l1": np.abs(rows).sum(1), "l2": np.linalg.norm(rows, axis=1), "fpgm": np.linalg.norm(rows[:, None] - rows, axis=2).sum(1)}
+    spaces = fp.discover(net, padded(texts(9), "right"), kinds=["expert"])
+    scores = fp.score(net, [padded(texts(9), "right")], spaces=spaces, removal=signal, protection="random")
+    np.testing.assert_allclose(scores.removal["moe"], by_hand[signal], rtol=1e-9)
+
+
+@pytest.mark.parametrize("family", ["plain", "qwen2_moe", "deepseek_v3", "llama4"])
+def test_deletion_is_the_change_of_the_loss_without_the_unit(family: str) -> None:
+    """Of experts, whose logit is masked, and of the hidden units inside all of them."""
+    net, batch = TextMoE().double() if family == "plain" else moe_zoo.moe(family), moe_zoo.tokens(5)
+    spaces = fp.discover(net, batch, kinds=["expert", "hidden"])
+    block = expert_blocks(net)[0]
+    inner = next(s for s in spaces if s.kind == "hidden" and s.slices[0].tensor.startswith(f"{block.experts}."))
+    some = spaces.without({s.name: "" for s in spaces if s not in (spaces[block.name], inner)})
+    state = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    scores = fp.score(net, [batch], spaces=some, removal="l2", protection="deletion")
+    assert all(torch.equal(tensor, state[name]) for name, tensor in net.state_dict().items())
+
+    def loss(model: nn.Module) -> float:
+        out = model(**batch)
+        logits = out if isinstance(out, Tensor) else out.logits
+        return F.cross_entropy(logits[:, :-1].movedim(2, 1), batch["input_ids"][:, 1:]).item()
+
+    for space in some:
+        for unit in range(4):
+            change = loss(mask_units(net, some, {space.name: (unit,)})) - loss(net)
+            assert scores.protection[space.name][unit] == pytest.approx(abs(change), rel=1e-6, abs=1e-12)
+        assert scores.protection[space.name].max() > 0
+
+
+class Keeping(moe_zoo.PlainMoE):
+    """Keeps a loss and its logits from call to call, as code that is trained with a balancing loss does."""
+
+    loss: Tensor | None
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self.loss = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.logits = self.router(x)
+        self.loss = self.logits.softmax(-1).mean((0, 1)).square().sum()
+        return super().forward(x)
+
+
+def test_what_a_block_keeps_from_its_last_call_is_no_obstacle() -> None:
+    net, batch = TextMoE(Keeping), padded(texts(9, 5), "right")
+    scores = fp.score(net, [batch])
+    assert net.moe.loss is None
+    assert not hasattr(net.moe, "logits")
+    net(**batch)
+    before = net.moe.loss
+    plan = fp.allocate(fp.score(net, [batch], spaces=fp.discover(net, batch)), keep=fp.Budget("experts", 3), exact=True)
+    assert net.moe.loss is before
+    assert before.grad_fn is not None
+    assert len(fp.cut(net, plan).moe.experts) == len(scores.removal["moe"]) - 2
+
+
+class Tuples(moe_zoo.PlainMoE):
+    """Experts that return more than a tensor."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        for expert in self.experts:
+            expert.register_forward_hook(lambda module, args, output: (output, output.mean()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum(expert(x)[0] * share[..., None] for expert, share in zip(self.experts, self.router(x).softmax(-1).unbind(-1), strict=True))
+
+
+def test_experts_that_return_more_than_a_tensor_are_refused() -> None:
+    net = TextMoE(Tuples)
+    with pytest.raises(fp.FairprunerError, match=r"Block 'moe' does not just add up.*removal='l2' and protection='deletion'"):
+        fp.score(net, [padded(texts(9, 5), "right")])
+
+
+def test_what_cannot_be_seen_is_left_out_and_the_rest_is_scored() -> None:
+    net = nn.Sequential(moe_zoo.PlainMoE(width=4, hidden=3, experts=4, top_k=2), Squared(width=4, hidden=3, experts=4, top_k=2))
+    data = [(torch.randn(2, 5, 4), torch.zeros(2, 5, 4))] * 2
+    with pytest.warns(fp.FairprunerWarning, match=r"Left out of the scores: 1, 1\.experts\.0\.up\. Block '1' does not just add up"):
+        scores = fp.score(net, data, loss=F.mse_loss, removal={"hidden": "activation", "expert": "reap"})
+    assert scores.spaces.names == ("0", "0.experts.0.up")
+    assert all("does not just add up" in scores.spaces.left_out[name] for name in ("1", "1.experts.0.up"))
+    assert fp.allocate(scores, keep=fp.Budget("experts", 0.5)).removed.keys() == {"0", "0.experts.0.up"}
+    with pytest.raises(fp.FairprunerError, match=r"Block '1' does not just add up.*skip='1'"):  # data that can be read once
+        fp.score(net, iter(data), loss=F.mse_loss, removal={"hidden": "activation", "expert": "reap"})
 
 
 def test_blocks_that_mix_otherwise_are_refused() -> None:
-    class Squared(moe_zoo.PlainMoE):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x).square()
-
     net = nn.Sequential(Squared(width=4, hidden=3, experts=4, top_k=2))
     with pytest.raises(fp.FairprunerError, match="does not just add up what its experts give"):
         calls_of(net, lambda: net(torch.randn(1, 5, 4)))
@@ -457,6 +653,42 @@ def test_the_exact_version_needs_the_losses_of_tokens(qwen: nn.Module, experts: 
 def test_too_few_tokens_are_warned_of(qwen: nn.Module, experts: Spaces) -> None:
     with pytest.warns(fp.FairprunerWarning, match=r"The 2 samples are too few to rank experts for removal by 'soft_activation': .* expected at least 0.9"):
         fp.score(qwen, [moe_zoo.tokens()], spaces=experts)
+
+
+def test_a_single_text_is_warned_of(qwen: nn.Module, experts: Spaces) -> None:
+    with pytest.warns(fp.FairprunerWarning, match="One sample cannot rank experts: .* Give more tokens"):
+        fp.score(qwen, [{"input_ids": torch.tensor([[5, 6]])}], spaces=experts)
+
+
+def test_models_without_numbers_or_gradients_are_refused(qwen: nn.Module, experts: Spaces) -> None:
+    with torch.inference_mode():
+        frozen = TextMoE()
+    batch = padded(texts(9, 5), "right")
+    with pytest.raises(fp.FairprunerError, match=r"made under torch.inference_mode.*copy.deepcopy"):
+        fp.score(frozen, [batch])
+    assert fp.score(copy.deepcopy(frozen), [batch]).samples == 2
+    empty = TextMoE().to("meta")
+    for attempt in (lambda: fp.discover(empty, batch), lambda: fp.score(empty, [batch])):
+        with pytest.raises(fp.FairprunerError, match=r"holds no numbers: embed.weight is on the meta device"):
+            attempt()
+
+
+def test_train_mode_noise_and_bfloat16_are_no_obstacle() -> None:
+    class Noisy(moe_zoo.PlainMoE):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x + torch.randn_like(x) if self.training else x)
+
+    data = [padded(texts(9, 5, seed=s), "left") for s in (1, 2)]
+    quiet, noisy = TextMoE(Noisy), TextMoE(Noisy).train()
+    random = torch.random.get_rng_state()
+    assert_same(fp.score(quiet, data), fp.score(noisy, data), tolerance=0)
+    assert noisy.moe.training
+    assert torch.equal(torch.random.get_rng_state(), random)
+    with torch.inference_mode():
+        assert_same(fp.score(quiet, data), fp.score(noisy, data), tolerance=0)
+    half = fp.score(TextMoE().bfloat16(), data)
+    for name, values in fp.score(TextMoE(), data).removal.items():
+        np.testing.assert_allclose(half.removal[name], values, rtol=0.2, atol=0.05)
 
 
 def test_enough_tokens_are_not_warned_of(qwen: nn.Module, experts: Spaces) -> None:

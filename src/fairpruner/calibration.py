@@ -3,36 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
-from itertools import groupby
-from typing import Any, NamedTuple
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .calling import describe
 from .errors import FairprunerError
-from .experts import expert_blocks
+from .experts import expert_blocks, expert_lists
 from .inputs.batches import Batch, Loss, forward, logits_of, mean_loss, token_losses
-from .inputs.tokens import counted_tokens, mean_over_tokens, real_tokens
-from .observing import Read, find_hooks, reads_of, watching
+from .inputs.tokens import counted_tokens, real_tokens
+from .observing import Read, Unseen, find_hooks, observed_parts, reads_of, watching
 from .routing import Call, gates_of, loss_position_terms, slopes_of, watching_experts
-from .signals.base import Meter, Need, Signal, Step
+from .samples import Parts, gate_terms, rows_along, show, show_experts
+from .signals.base import Need, Step
 from .signals.choosing import Choice
 from .signals.classes import ClassGroups
+from .silencing import without_expert
 from .types import Kind, Spaces, UnitSpace
-
-
-class Part(NamedTuple):
-    """A signal at work on the spaces of some kinds."""
-
-    name: str  # of what was asked for, to which it belongs
-    signal: Signal
-    kinds: tuple[Kind, ...]
-    meter: Meter
-
-
-Parts = Sequence[Part]
 
 
 class Calibration:
@@ -54,19 +43,16 @@ class Calibration:
         self._comparing = [signal.name for choice in choices for signal in choice.signals if signal.compares_classes]
         self._on_tokens = False  # the loss is a mean over tokens, not over samples
         watched: tuple[Need, ...] = ("activations", "gates", "deletions")
-        self._reads = reads_of(model, needing(*watched), observed_only=not self.needs & {"gates", "deletions"})
+        blocks = expert_blocks(model)
+        lists = expert_lists(model)
+        self._reads = reads_of(model, needing(*watched), observed_only=not self.needs & {"gates", "deletions"}, lists=lists)
         observing = needing("activations")
-        self._observed = {read for read in self._reads if read.space in observing and read.part is read.space.observed}
+        self._observed = {read for read in self._reads if read.space in observing and read.part in observed_parts(read.space, lists)}
         self._hooked: dict[Read, nn.Module] = {}
         routed = {space.name for space in needing("routing", "routed_gradients", "routed_losses")}
-        holders = {read.part.tensor.rpartition(".")[0] for read in self._reads}  # of hidden units inside experts, too
-        blocks = expert_blocks(model)
+        holders = {read.expert[0] if read.expert else read.part.tensor.rpartition(".")[0] for read in self._reads}  # of hidden units inside experts, too
         self._blocks = tuple(block for block in blocks if block.name in routed or block.experts in holders)
-        for read in self._reads:
-            if any(read.part.tensor.startswith(f"{block.experts}.{number}.") for block in blocks for number in range(block.size)):
-                raise FairprunerError(
-                    f"Space {read.space.name!r} lies inside experts that are modules of a list, each called on tokens of its own, so that its activations cannot be seen: give its kind a signal that looks at weights, such as {read.space.kind}=l2+expert=soft_activation, or leave it out with skip={read.space.name!r}."
-                )
+        self._fused = tuple(block for block in self._blocks if block.experts not in lists)
         parameters = dict(model.named_parameters(remove_duplicate=False))
         owned = {part.tensor for space in needing("gradients", "gates") for part in space.slices}
         self.weights = {name: p for name, p in parameters.items() if name in owned and p.is_floating_point()}
@@ -89,6 +75,11 @@ class Calibration:
         named = int(labels.max()) + 1 if self._comparing else 1
         return max(named, logits.shape[1]) if logits is not None and logits.ndim == 2 else named
 
+    def spaces_at(self, name: str) -> set[str]:
+        """The spaces that cannot be scored if what has this name, a space or a block of experts, is not seen."""
+        experts = tuple(f"{block.experts}." for block in self._blocks if block.name == name)
+        return {name, *(read.space.name for read in self._reads if read.part.tensor.startswith(experts))}
+
     def step(self, batch: Batch, half: int, parts: Parts) -> None:
         """Show one batch to all meters."""
         step = Step(batch.predicted_tokens() if self._on_tokens else batch.size, half)
@@ -96,12 +87,15 @@ class Calibration:
         gates: list[tuple[Read, Tensor, int]] = []
         calls: list[Call] = []
         shown: set[Read] = set()
+        parted: dict[Read, list[Tensor]] = {}  # what listed experts read, each of tokens of its own: [rows, C] of every call
 
         def visit(read: Read, source: Tensor, axis: int) -> Tensor:
             # A weight that is called several times is observed at its first call, at once: later the tensor may have been changed in place.
-            if read in self._observed and read not in shown:
+            if read in self._observed and read.expert:
+                parted.setdefault(read, []).append(rows_along(source.detach(), axis).clone())
+            elif read in self._observed and read not in shown:
                 shown.add(read)
-                _show(read, source.detach(), axis, labels, batch, [part for part in parts if read.space.kind in part.kinds])
+                show(read, source.detach(), axis, labels, batch, parts)
             if "gates" not in self.needs:
                 return source
             # A view of its own: its gradient comes through this consumer alone.
@@ -114,11 +108,12 @@ class Calibration:
             with torch.set_grad_enabled(self._backward or bool(self._blocks)), watching(self._reads, visit, self._hooked), routing:
                 output = forward(self._model, batch)
             tallies = self._tallies(calls, output, batch)
+            show_experts(parted, calls, labels, batch, parts)
         if self._backward:
             followed = calls if "routed_gradients" in self.needs else []
             watched = [*(gate for _, gate, _ in gates), *gates_of(followed)]
             gradients, found = self._gradients(mean_loss(self._loss, output, batch), watched, batch)
-            terms = _gate_terms(gates, found[: len(gates)], batch.size, step)
+            terms = gate_terms(gates, found[: len(gates)], calls, batch, step)
             for part in parts:
                 part.meter.see_gradients(gradients, step)
                 part.meter.see_gates(terms, step)
@@ -139,12 +134,13 @@ class Calibration:
         for block in self._blocks:
             experts = self._model.get_submodule(block.experts)
             if block.name not in exact:
-                raise FairprunerError(
-                    f"Block {block.name!r} calls its {type(experts).__name__} in a way that is not known, so its routing cannot be seen: leave it out with skip={block.name!r} in discover, or score experts with 'random'."
+                raise Unseen(
+                    block.name,
+                    f"Block {block.name!r} calls its {type(experts).__name__} in a way that is not known, so its routing cannot be seen: leave it out with skip={block.name!r} in discover, or score experts with removal='l2' and protection='deletion'.",
                 )
             if not exact[block.name] and self.needs & {"routed_gradients", "routed_losses"}:
                 raise FairprunerError(
-                    f"The experts of block {block.name!r} hold parameters outside of linear and norm modules, so routed_taylor cannot follow them: give another protection signal for experts, such as 'random'."
+                    f"The experts of block {block.name!r} hold parameters outside of linear and norm modules, so routed_taylor cannot follow them: give another protection signal for experts, such as 'deletion'."
                 )
         if "routed_losses" in self.needs and not self._on_tokens:
             raise FairprunerError(
@@ -199,7 +195,12 @@ class Calibration:
                 kept = torch.from_numpy(read.owner(source.shape[axis]) != unit).to(source)  # [C]
                 return (source.movedim(axis, -1) * kept).movedim(-1, axis)
 
-            with torch.no_grad(), watching(self._reads, visit, self._hooked):
+            with ExitStack() as stack:
+                stack.enter_context(torch.no_grad())
+                stack.enter_context(watching(self._reads, visit, self._hooked))
+                stack.enter_context(watching_experts(self._model, self._fused, lambda call: None))  # shows what fused experts read
+                if space is not None and space.kind == "expert":
+                    stack.enter_context(without_expert(self._model, space, unit))
                 return float(mean_loss(self._loss, forward(self._model, batch), batch))
 
         whole = loss_without(None, -1)
@@ -210,63 +211,13 @@ def _add(sums: dict[str, Tensor], quantity: str, total: Tensor) -> None:
     sums[quantity] = sums[quantity] + total if quantity in sums else total
 
 
-def _show(read: Read, source: Tensor, axis: int, labels: Tensor, batch: Batch, parts: Parts) -> None:
-    with torch.autocast(source.device.type, enabled=False):  # the model may run in low precision, the signals do not
-        for pooled, some in groupby(sorted(parts, key=_pools), key=_pools):
-            activation, own = _seen(read, source, axis, labels, batch, pooled=pooled)
-            # The sum is quick and shows nearly every flaw; only if it looks bad are all values examined.
-            if not torch.isfinite(activation.sum()) and not torch.isfinite(activation).all():
-                raise FairprunerError(
-                    f"Space {read.space.name!r} has NaN or infinite activations in batch {batch.position}: look at that batch and at the weights before {read.part.tensor}."
-                )
-            for part in some:
-                with _blaming(part.signal.name, read.space):
-                    part.meter.see_activation(read.space, activation, own)
-
-
-def _pools(part: Part) -> bool:
-    return part.meter.pools_tokens
-
-
-def _seen(read: Read, source: Tensor, axis: int, labels: Tensor, batch: Batch, *, pooled: bool) -> tuple[Tensor, Tensor]:
-    """What a signal is shown, [N, J, F], and the labels: of texts, each real token is a sample, or if `pooled` their mean; padding is never seen."""
-    real = real_tokens(batch.inputs, read.part.tensor)
-    if real is not None and read.weight.ndim == 3:  # stacked experts read a token once for each that it was sent to
-        real = real.repeat_interleave(max(1, source.shape[0] // real.numel()), dim=1)
-    if real is None or axis != -1 or source.shape[:-1].numel() != real.numel():
-        return read.by_unit(source, axis, batch.size), labels
-    source = source.reshape(*real.shape, -1)  # [N, T, C]; some models fold texts and tokens into one dim
-    if pooled:
-        return read.by_unit(mean_over_tokens(source, real), axis, batch.size), labels
-    rows = source[real]  # [tokens, C]
-    return read.by_unit(rows, axis, len(rows)), labels.repeat_interleave(real.sum(1), dim=0)
-
-
-@contextmanager
-def _blaming(signal: str, space: UnitSpace) -> Iterator[None]:
-    """An own signal's failure told as such: it comes up inside the model's forward, which is not to blame."""
-    try:
-        yield
-    except FairprunerError:
-        raise
-    except Exception as error:
-        raise FairprunerError(f"Signal {signal!r} failed on space {space.name!r}: {type(error).__name__}: {error}") from error
-
-
-def _gate_terms(gates: Sequence[tuple[Read, Tensor, int]], gradients: Sequence[Tensor | None], samples: int, step: Step) -> dict[str, Tensor]:
-    """<activation, gradient of each sample's own loss> of every unit, over all that read it: space -> [N, J]."""
-    terms: dict[str, Tensor] = {}
-    for (read, gate, axis), gradient in zip(gates, gradients, strict=True):
-        if gradient is not None:
-            activation, slope = (read.by_unit(t.detach(), axis, samples) for t in (gate, gradient))  # [N, J, F]
-            term = (activation * slope).sum(2, dtype=torch.float64 if gate.dtype == torch.float64 else torch.float32) * step.samples
-            terms[read.space.name] = terms[read.space.name] + term if read.space.name in terms else term
-    return terms
-
-
 @contextmanager
 def learning(model: nn.Module, weights: Collection[nn.Parameter]) -> Iterator[None]:
     """Only these weights get gradients inside, so that nothing is kept for those of the others; afterwards all are as they were."""
+    if any(parameter.is_inference() for parameter in model.parameters()):
+        raise FairprunerError(
+            f"The {type(model).__name__} was made under torch.inference_mode, so that no gradient can pass: make it outside, or give copy.deepcopy(model)."
+        )
     wanted = {id(weight) for weight in weights}
     changed = [parameter for parameter in model.parameters() if parameter.requires_grad != (id(parameter) in wanted)]
     try:

@@ -15,10 +15,14 @@ from torch import Tensor, nn
 
 # What modules and their configurations call the number of experts, how many of them a token uses, and the groups of a router.
 SIZES = ("num_experts", "n_experts", "n_routed_experts", "num_routed_experts", "num_local_experts", "moe_num_experts", "num_total_experts")
-TOP_K = ("num_experts_per_tok", "top_k_experts", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k")
+TOP_K = (
+    *("num_experts_per_tok", "top_k_experts", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_top_k", "moe_k"),
+    *("num_activated_experts", "n_activated_experts", "num_active_experts", "num_selected_experts"),
+)
 OWN_TOP_K = ("top_k", "topk", "k")  # of a module alone: in a configuration top_k is a setting of text generation
 GROUPS = ("num_group", "n_group", "num_expert_group")
 CHOSEN_GROUPS = ("topk_group", "top_k_group")
+FORMS = "nn.ModuleList of modules alike or module with parameters [experts, …]"
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +33,7 @@ class ExpertBlock:
     router: str  # path of the module that holds the router's rows, which may be the block itself
     experts: str  # path of the fused experts, or of their nn.ModuleList
     size: int  # E
-    top_k: int
+    top_k: int | None  # where no attribute says it, running the block must
     groups: int  # router groups, consecutive and equally long; 1 if there are none
     min_keep: int  # fewer experts could not serve every token
 
@@ -53,6 +57,11 @@ def unsupported_experts(model: nn.Module) -> dict[str, str]:
     return {path: found for path, found in _examined(model).items() if isinstance(found, str)}
 
 
+def expert_lists(model: nn.Module) -> tuple[str, ...]:
+    """The paths of the blocks' experts that are modules of a list."""
+    return tuple(block.experts for block in expert_blocks(model) if isinstance(model.get_submodule(block.experts), nn.ModuleList))
+
+
 @contextmanager
 def plain_experts(model: nn.Module) -> Iterator[None]:
     """Inside, transformers models run their experts one by one: the form that can be traced, runs in float64 and is counted right."""
@@ -68,21 +77,42 @@ def plain_experts(model: nn.Module) -> Iterator[None]:
 
 
 def _examined(model: nn.Module) -> dict[str, ExpertBlock | str]:
-    """The path of every module that holds experts and their router, with the block it is or the reason why it is none."""
+    """The path of every module that holds routed experts, with the block it is or the reason why it is none."""
     modules = dict(model.named_modules())
     found: dict[str, ExpertBlock | str] = {}
     for path, module in modules.items():
         parent, _, attribute = path.rpartition(".")
-        size = (_listed(module) or _fused(module)) if "expert" in attribute.lower() else 0
-        router = _router(modules[parent], module, size) if size else None
-        if router is not None:
-            found[parent or path] = _block(modules, path, ".".join(part for part in (parent, router) if part), size)
+        if "expert" in attribute.lower() and "shared" not in attribute.lower():
+            size = _listed(module) or _fused(module)
+            router = _router(modules[parent], module, size) if size else None
+            if router is not None:
+                found[parent or path] = _block(modules, path, ".".join(part for part in (parent, router) if part), size)
+            elif isinstance(module, (nn.ModuleList, nn.ModuleDict)) and len(module) > 1:
+                found[parent or path] = _why_not(module, size)
     # Whatever else tells a number of experts.
-    telling = {path.rpartition(".")[0] for path, module in modules.items() if any(type(vars(module).get(name)) is int for name in SIZES)} - {""}
+    telling = {place for path, module in modules.items() if (place := _telling(path, module))}
     for path in sorted(telling):
         if not any(other == path or other.startswith(f"{path}.") or path.startswith(f"{other}.") for other in (*found, *(telling - {path}))):
-            found[path] = "its experts are neither parameters [experts, …] of one module nor an nn.ModuleList, beside a router with a row for each"
+            found[path] = f"it tells a number of experts and has no {FORMS} in an attribute named after them, beside a router with a row for each"
     return found
+
+
+def _why_not(experts: nn.ModuleList | nn.ModuleDict, size: int) -> str:
+    """Why modules called experts are no block of routed ones."""
+    if isinstance(experts, nn.ModuleDict):
+        return f"its {len(experts)} experts are an nn.ModuleDict, expected {FORMS}"
+    return (
+        f"no matrix beside its {size} experts has a row for each" if size else f"its {len(experts)} experts differ in their parameters, expected modules alike"
+    )
+
+
+def _telling(path: str, module: nn.Module) -> str:
+    """The path of the block that a module with a number of experts belongs to: itself if it holds the router, else what it lies in."""
+    size = next((vars(module)[name] for name in SIZES if type(vars(module).get(name)) is int), 0)
+    own = {id(p) for p in module.parameters(recurse=False)}
+    routes = [p for p in module.parameters() if is_route(p, size)] if size else []
+    holds = any(id(p) not in own for p in routes)
+    return "" if not size else path if holds else path.rpartition(".")[0]
 
 
 def _listed(module: nn.Module) -> int:
@@ -122,14 +152,14 @@ def _block(modules: dict[str, nn.Module], experts: str, router: str, size: int) 
     near = [modules[path] for path in (*_upwards(router, name), experts)]
     configs = [getattr(module, "config", None) for module in near]
     top_k = _attribute(near, OWN_TOP_K + TOP_K) or _attribute(configs, TOP_K)
-    if top_k is None or not 1 <= top_k <= size:
-        return f"no attribute of its modules or configuration, such as top_k, says how many of its {size} experts a token uses"
+    if top_k is not None and not 1 <= top_k <= size:
+        return f"a token uses {top_k} of its {size} experts, expected 1 to {size}"
     groups = _attribute([*near, *configs], GROUPS) or 1
     if size % groups:
         return f"its {size} experts do not divide into {groups} router groups"
     # A group is ranked by its two best experts; the groups that are chosen must hold top_k together.
-    per_group = max(2, -(-top_k // (_attribute([*near, *configs], CHOSEN_GROUPS) or 1))) if groups > 1 else 1
-    return ExpertBlock(name or experts, router, experts, size, top_k, groups, min(size, max(top_k, groups * per_group)))
+    per_group = max(2, -(-(top_k or 1) // (_attribute([*near, *configs], CHOSEN_GROUPS) or 1))) if groups > 1 else 1
+    return ExpertBlock(name or experts, router, experts, size, top_k, groups, min(size, max(top_k or 1, groups * per_group)))
 
 
 def _upwards(path: str, top: str) -> Iterator[str]:

@@ -6,7 +6,7 @@ weight that no such call shows, for example one computed by a parametrization, i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -20,6 +20,14 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 from .errors import FairprunerError
 from .inputs.tokens import mean_over_tokens
 from .types import Ints, Slice, UnitSpace
+
+
+class Unseen(FairprunerError):
+    """Signals cannot look at a space, or at a block of experts, of this name."""
+
+    def __init__(self, name: str, message: str) -> None:
+        super().__init__(message)
+        self.name = name
 
 
 def consumed(rows: Tensor, weight: Tensor) -> Tensor:
@@ -64,6 +72,7 @@ class Read:
     space: UnitSpace
     part: Slice
     weight: nn.Parameter
+    expert: tuple[str, int] | None = None  # the list of experts that all hold a part of the space, and the one whose weight this is
     _tables: dict[int, Tensor | None] = field(default_factory=dict)  # channels -> positions of each unit, None where they lie in order
 
     def fits(self, channels: int) -> bool:
@@ -78,8 +87,9 @@ class Read:
         if source.ndim < (self.weight.ndim if axis == 1 else 2):  # called without a batch dimension
             source = source.unsqueeze(0)
         if source.shape[0] % samples:
-            raise FairprunerError(
-                f"Space {self.space.name!r}: {self.part.tensor} reads {list(source.shape)}, whose dim 0 is no multiple of the {samples} samples of the batch. Leave it out with skip={self.space.name!r}."
+            raise Unseen(
+                self.space.name,
+                f"Space {self.space.name!r}: {self.part.tensor} reads {list(source.shape)}, whose dim 0 is no multiple of the {samples} samples of the batch. Leave it out with skip={self.space.name!r}.",
             )
         channels = source.shape[axis]
         # What a model folds into dim 0 (windows, tokens) are features of the sample it came from: [N, C, positions].
@@ -176,23 +186,47 @@ def _hook(read: Read, visit: Visit) -> Callable[[nn.Module, tuple[Any, ...]], An
     return enter
 
 
-def reads_of(model: nn.Module, spaces: Iterable[UnitSpace], *, observed_only: bool) -> tuple[Read, ...]:
-    """What reads the units of each space: all of it, or only the slice that signals look at."""
+def reads_of(model: nn.Module, spaces: Iterable[UnitSpace], *, observed_only: bool, lists: Collection[str] = ()) -> tuple[Read, ...]:
+    """What reads the units of each space: all of it, or only what signals look at; `lists` are the paths of lists of experts."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    return tuple(Read(space, part, parameters[part.tensor]) for space in spaces for part in ((space.observed,) if observed_only else space.slices_of("read")))
+    found = []
+    for space in spaces:
+        experts = _experts(space, lists)
+        parts = observed_parts(space, lists) if observed_only else space.slices_of("read")
+        found += [Read(space, part, parameters[part.tensor], experts.get(part)) for part in parts]
+    return tuple(found)
+
+
+def observed_parts(space: UnitSpace, lists: Collection[str] = ()) -> tuple[Slice, ...]:
+    """What signals look at: the last that reads all units, or in a list of experts the last of each."""
+    complete = {expert: part for part, expert in _experts(space, lists).items() if np.unique(part.owner[part.owner >= 0]).size == space.size}
+    return tuple(complete.values()) or (space.observed,)
+
+
+def _experts(space: UnitSpace, lists: Collection[str]) -> dict[Slice, tuple[str, int]]:
+    """For a space that lies inside all experts of a list: the list and the number of the expert that each consumer belongs to."""
+    parts = space.slices_of("read")
+    found = {
+        part: (path, int(part.tensor.removeprefix(f"{path}.").partition(".")[0])) for part in parts for path in lists if part.tensor.startswith(f"{path}.")
+    }
+    return found if len(found) == len(parts) and len(set(found.values())) > 1 else {}
 
 
 def find_hooks(model: nn.Module, reads: Sequence[Read], run: Callable[[], Any]) -> dict[Read, nn.Module]:
     """The reads that only a hook can see, found by calling `run`, which runs the model; an error where not even that can."""
     unseen = _unseen(reads, {}, run)
+    reached = {read.space for read in reads if read not in unseen}
+    idle = [read for read in unseen if read.expert and read.space in reached]  # an expert that this sample does not use
+    unseen = [read for read in unseen if read not in idle]
     stacks = [read for read in unseen if read.weight.ndim == 3 and read.part.dim > 0 and not isinstance(_holder(model, read), nn.modules.conv._ConvNd)]
     hooked = {read: _holder(model, read) for read in unseen}
     # The door of a module that holds stacked matrices does not show what the last of them read.
-    blind = stacks or (_unseen(reads, hooked, run) if hooked else [])
+    blind = stacks or ([read for read in _unseen(reads, hooked, run) if read not in idle] if hooked else [])
     if blind:
         read = blind[0]
-        raise FairprunerError(
-            f"Space {read.space.name!r} cannot be observed: no call was seen in which {read.part.tensor} reads its {read.space.size} units. Leave it out with skip={read.space.name!r} in discover."
+        raise Unseen(
+            read.space.name,
+            f"Space {read.space.name!r} cannot be observed: no call was seen in which {read.part.tensor} reads its {read.space.size} units. Leave it out with skip={read.space.name!r} in discover, or score it by its weights, as removal='l2' does.",
         )
     return hooked
 

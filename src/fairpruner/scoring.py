@@ -6,20 +6,21 @@ import itertools
 import statistics
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .calibration import Calibration, Part, learning
-from .calling import evaluating
+from .calibration import Calibration, learning
+from .calling import check_has_numbers, evaluating
 from .errors import FairprunerError, FairprunerWarning
 from .fingerprint import fingerprint
 from .inputs.batches import Batch, Loss, forward, in_halves, progress, read_batches
 from .inputs.tokens import real_tokens
-from .observing import LastInput
+from .observing import LastInput, Unseen
 from .processes import Processes
+from .samples import Part
 from .signals.base import Reading, Role, Task
 from .signals.choosing import Asked, ByKind, Choice, choose, defaults, resolve
 from .signals.classes import ClassGroups, group_classes
@@ -28,6 +29,9 @@ from .types import Floats, Scores, Spaces
 
 # Rank correlations of two halves of the data, below which the ranks of experts are noise; about 50,000 tokens for 60 experts (benchmarks/routing.py).
 STABLE: dict[Role, float] = {"removal": 0.9, "protection": 0.4}
+MORE = "Give more tokens, of all kinds of text that matter; 100,000 are a good start."
+
+Readings = Mapping[Role, Mapping[str, Reading]]  # role -> what was asked for -> its outcome
 
 
 def score(
@@ -57,40 +61,72 @@ def score(
     (32, ('wasserstein', 'taylor'), (8,))
     """
     asked: dict[Role, tuple[ByKind, ...] | None] = {"removal": resolve("removal", removal), "protection": resolve("protection", protection)}
-    processes = Processes.current()
+    check_has_numbers(model)
     # Loaders draw from the random state too, so reading the data is part of what is undone.
     with torch.inference_mode(False), torch.enable_grad(), evaluating(model):
-        device = next(itertools.chain(model.parameters(), model.buffers()), torch.empty(0)).device
-        grouping = _group(model, data, device, groups, seed) if groups is not None else None
-        batches = read_batches(data, device)
-        first = next(batches, None)
-        if first is None:
-            raise FairprunerError("The data holds no samples: give a loader, or a list of batches, that yields at least one.")
-        spaces = _spaces(model, spaces, first)
-        chosen = {role: choose(role, wanted or (defaults(role, first.has_classes),), spaces) for role, wanted in asked.items()}
-        calibration = Calibration(model, spaces, loss, _distinct(chosen), grouping)
-        with learning(model, calibration.weights.values()):
-            expected = calibration.look(first)
-            classes = expected if groups is None else groups
-            parts = {role: [part for choice in chosen[role] for part in _start(choice, Task(model, spaces, role, classes, seed))] for role in chosen}
-            everything = [part for of_role in parts.values() for part in of_role]
-            samples = 0
-            shared = processes.share(itertools.chain([first], batches))
-            with progress("scoring", data) as advance:
-                for half, batch in in_halves(shared) if calibration.needs else ():
-                    calibration.step(batch, half, everything)
-                    samples += batch.size
-                    advance(batch.size)
-        if processes.size > 1:
-            samples = sum(processes.gathered(samples))
-            for part in everything:
-                part.meter.join(processes)
-        with torch.autocast(device.type, enabled=False):
-            readings = {role: _read(of_role) for role, of_role in parts.items()}
+        job = _Pass(model, data, asked, loss, groups, seed, Processes.current())
+        spaces, readings, samples = job.over(spaces)
     loss_name = "cross_entropy" if loss is None else getattr(loss, "__name__", type(loss).__name__)
     scores = _scores(spaces, readings, samples, {"seed": seed, "groups": groups, "loss": loss_name})
     _warn_of_noise(scores)
     return scores
+
+
+@dataclass(frozen=True, eq=False)
+class _Pass:
+    """One pass over the data, and all that it needs besides the spaces to score."""
+
+    model: nn.Module
+    data: Iterable[Any]
+    asked: Mapping[Role, tuple[ByKind, ...] | None]
+    loss: Loss | None
+    groups: int | None
+    seed: int
+    processes: Processes
+
+    def over(self, spaces: Spaces | None) -> tuple[Spaces, Readings, int]:
+        """The spaces scored, the outcome of every signal, and the number of samples; what signals cannot look at is left out with a warning."""
+        device = next(itertools.chain(self.model.parameters(), self.model.buffers()), torch.empty(0)).device
+        grouping = _group(self.model, self.data, device, self.groups, self.seed) if self.groups is not None else None
+        while True:
+            batches = read_batches(self.data, device)
+            first = next(batches, None)
+            if first is None:
+                raise FairprunerError("The data holds no samples: give a loader, or a list of batches, that yields at least one.")
+            spaces = _spaces(self.model, spaces, first)
+            chosen = {role: choose(role, wanted or (defaults(role, first.has_classes),), spaces) for role, wanted in self.asked.items()}
+            calibration = Calibration(self.model, spaces, self.loss, _distinct(chosen), grouping)
+            try:
+                return spaces, *self._readings(calibration, chosen, spaces, first, batches)
+            except Unseen as unseen:
+                left = calibration.spaces_at(unseen.name).intersection(spaces.names)
+                if len(left) in (0, len(spaces)) or isinstance(self.data, Iterator) or self.processes.size > 1:  # nothing would be left, or no second try
+                    raise
+                warnings.warn(f"Left out of the scores: {', '.join(sorted(left))}. {unseen}", FairprunerWarning, stacklevel=3)
+                spaces = spaces.without(dict.fromkeys(left, str(unseen)))
+
+    def _readings(
+        self, calibration: Calibration, chosen: Mapping[Role, Sequence[Choice]], spaces: Spaces, first: Batch, batches: Iterator[Batch]
+    ) -> tuple[Readings, int]:
+        with learning(self.model, calibration.weights.values()):
+            expected = calibration.look(first)
+            classes = expected if self.groups is None else self.groups
+            tasks = {role: Task(self.model, spaces, role, classes, self.seed) for role in chosen}
+            parts = {role: [part for choice in chosen[role] for part in _start(choice, task)] for role, task in tasks.items()}
+            everything = [part for of_role in parts.values() for part in of_role]
+            samples = 0
+            shared = self.processes.share(itertools.chain([first], batches))
+            with progress("scoring", self.data) as advance:
+                for half, batch in in_halves(shared) if calibration.needs else ():
+                    calibration.step(batch, half, everything)
+                    samples += batch.size
+                    advance(batch.size)
+        if self.processes.size > 1:
+            samples = sum(self.processes.gathered(samples))
+            for part in everything:
+                part.meter.join(self.processes)
+        with torch.autocast(first.labels.device.type, enabled=False):
+            return {role: _read(of_role) for role, of_role in parts.items()}, samples
 
 
 def _distinct(chosen: Mapping[Role, Sequence[Choice]]) -> list[Choice]:
@@ -154,18 +190,20 @@ def _group(model: nn.Module, data: Iterable[Any], device: torch.device, groups: 
 
 def _warn_of_noise(scores: Scores) -> None:
     """Tell the caller when two halves of the data rank the experts too differently: the ranks of rarely used ones settle slowly."""
+    if scores.samples == 1 and any(space.kind == "expert" for space in scores.spaces):
+        warnings.warn(f"One sample cannot rank experts: nothing tells what another would say. {MORE}", FairprunerWarning, stacklevel=3)
     for (role, expected), signal in zip(STABLE.items(), scores.active, strict=True):
         halves = scores.halves.get(signal, {})
         agreement = [spearman(*halves[space.name]) or 0.0 for space in scores.spaces if space.kind == "expert" and space.name in halves]
         if agreement and (found := statistics.median(agreement)) < expected:
             warnings.warn(
-                f"The {scores.samples:,} samples are too few to rank experts for {role} by {signal!r}: between two halves of them the ranks correlate by {found:.2f}, expected at least {expected}. Give more tokens, of all kinds of text that matter; 100,000 are a good start.",
+                f"The {scores.samples:,} samples are too few to rank experts for {role} by {signal!r}: between two halves of them the ranks correlate by {found:.2f}, expected at least {expected}. {MORE}",
                 FairprunerWarning,
                 stacklevel=3,
             )
 
 
-def _scores(spaces: Spaces, readings: Mapping[Role, Mapping[str, Reading]], samples: int, settings: Mapping[str, Any]) -> Scores:
+def _scores(spaces: Spaces, readings: Readings, samples: int, settings: Mapping[str, Any]) -> Scores:
     values: dict[Role, dict[str, Mapping[str, Floats]]] = {role: {name: r.scores for name, r in by_name.items()} for role, by_name in readings.items()}
     several = {name: reading for by_name in readings.values() for name, reading in by_name.items()}
     halves = {name: reading.halves for name, reading in several.items() if reading.halves}

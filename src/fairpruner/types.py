@@ -167,7 +167,10 @@ class Spaces:
                 raise unknown("space to skip", pattern, self.names)
         skipped = {s.name: "skipped by the caller" for s in self if matches(s.name, patterns)}
         unwanted = {s.name: f"of kind {s.kind}, not asked for" for s in self if kinds is not None and s.kind not in kinds}
-        left = {**unwanted, **skipped}
+        return self.without({**unwanted, **skipped})
+
+    def without(self, left: Mapping[str, str]) -> Spaces:
+        """The spaces but some, which are left out for the reasons given."""
         factors = tuple(Factor(f.size, {name: owned for name, owned in f.owned.items() if name not in left}) for f in self.costs.factors)
         return replace(self, items=tuple(s for s in self if s.name not in left), left_out={**self.left_out, **left}, costs=replace(self.costs, factors=factors))
 

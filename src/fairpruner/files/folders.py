@@ -174,7 +174,11 @@ def _check_is_cut(model: nn.Module, plan: Plan) -> None:
     """Refuse to save a plan beside a model that it did not make."""
     shapes = {name: list(tensor.shape) for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))}
     shapes |= {name: [len(module)] for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}  # experts that go as modules
-    for name, by_dim in kept_indices(plan.spaces, plan.removed).items():
+    expected = kept_indices(plan.spaces, plan.removed)
+    lists = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and name in expected)
+    for name, by_dim in expected.items():
+        if name.startswith(lists):
+            continue  # modules of a list move up as others go
         found = shapes.get(name)
         for dim, kept in by_dim.items():
             if found is None or len(found) <= dim or found[dim] != len(kept):

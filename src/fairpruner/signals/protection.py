@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..processes import Processes
-from ..types import Floats, Ints, Spaces, UnitSpace
+from ..types import KINDS, Floats, Ints, Kind, Spaces, UnitSpace
 from .base import Meter, Need, Reading, Signal, Step, Task
 
 
@@ -175,6 +175,7 @@ class Deletion(Signal):
     """The exact change of the mean loss as each unit is removed alone: one forward for every unit and batch."""
 
     name: str = "deletion"
+    kinds: ClassVar[frozenset[Kind]] = frozenset(KINDS)
     needs: ClassVar[frozenset[Need]] = frozenset({"deletions"})
 
     def start(self, task: Task) -> Meter:

@@ -23,8 +23,13 @@ GRAM_COLUMNS = 4096  # weights of a unit that are compared at once, which bounds
 def written(space: UnitSpace, model: nn.Module) -> Iterator[tuple[Tensor, Ints]]:
     """The weights that compute the units: for each tensor its rows [indices, R], and the unit that owns each row."""
     tensors = {**dict(model.named_buffers(remove_duplicate=False)), **dict(model.named_parameters(remove_duplicate=False))}
+    listed = {part: model.get_submodule(part.tensor) for part in space.slices if part.tensor not in tensors}
+    for part, experts in listed.items():
+        for same in zip(*(expert.parameters() for expert in experts.children()), strict=True):
+            if same[0].ndim > 1:  # as elsewhere, a bias computes nothing
+                yield torch.stack([matrix.detach().flatten() for matrix in same]), part.owner
     parts = space.slices_of("write")
-    if not parts:
+    if not parts and not listed:
         raise FairprunerError(f"Space {space.name!r} has no weights that write its units, so l1, l2 and fpgm cannot score it: choose another removal signal.")
     for part in parts:
         yield tensors[part.tensor].detach().movedim(part.dim, 0).flatten(1), part.owner
