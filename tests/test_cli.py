@@ -327,7 +327,9 @@ def test_a_cut_is_mended_and_recovered_from_the_command_line(work: Path) -> None
     common = ["--weights", work / "net.safetensors", "--data", work / "digits.npz"]
     run("plan", work / "scores.safetensors", "--keep", "flops=0.5", "-o", work / "plan.json")
     run("cut", DEMO, work / "plan.json", "--weights", work / "net.safetensors", "-o", work / "plain")
-    run("cut", DEMO, work / "plan.json", *common, "--repair", "sequential", "-o", work / "mended")
+    told = run("cut", DEMO, work / "plan.json", *common, "--repair", "sequential", "-o", work / "mended").stdout
+    assert "Repair: " in told
+    assert " repaired (fitted" in told
     plain, mended = (demo.accuracy(fp.load(work / name, build=DEMO), test) for name in ("plain", "mended"))
     assert mended > plain + 0.3
     content = printed_json("recover", work / "mended", "--model", DEMO, "--data", work / "digits.npz", "--epochs", "2", "-o", work / "recovered")

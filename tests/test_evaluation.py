@@ -287,8 +287,11 @@ def test_from_scores_to_an_evaluated_smaller_model_on_the_command_line(tmp_path:
     assert {name: set(found) for name, found in told.items()} == {model: {"wic", "mmlu_pro", "story.txt"} for model in models}
     assert told[models[1]]["story.txt"]["value"] == pytest.approx(perplexity(small, read_tokens(tmp_path / "story.txt", byte_tokenizer()), length=64).value)
     table = run("evaluate", *models, "--text", tmp_path / "story.txt").stdout
-    assert "mean ± spread" in table
     assert "perplexity" in table
+    assert "mean" not in table  # of a model and its cut it would say nothing
+    table = run("evaluate", *models, f"hf:{tmp_path / 'streamed'}", "--text", tmp_path / "story.txt").stdout
+    assert "mean of 2 ± spread" in " ".join(table.split())
+    assert f"{perplexity(small, read_tokens(tmp_path / 'story.txt', byte_tokenizer())).value:.3f} ± 0.00" in " ".join(table.split())
 
 
 @pytest.mark.parametrize(

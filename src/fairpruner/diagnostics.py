@@ -8,12 +8,19 @@ from typing import Any
 
 import numpy as np
 from rich.box import SIMPLE
+from rich.console import Group
 from rich.table import Table
 
 from .allocation import allocate
 from .errors import FairprunerError
 from .tod import removal_order, spearman
 from .types import METRICS, Budget, ConflictCurve, Floats, Ints, Plan, Scores, UnitSpace
+
+LEGEND = (
+    "Limit: the deepest that any ranking could go at this tolerance. R of bound: protection removed, of the most that depth and tolerance admit.",
+    "Exchange: the last unit removed costs no more protection than the next unit of any space.",
+    "Stable U, R: rank correlation of removal and protection between two halves of the data. Same units: what both halves would remove.",
+)
 
 
 @dataclass(frozen=True)
@@ -57,12 +64,12 @@ class Diagnosis:
         """Plain values, ready for `json.dumps`."""
         return {**asdict(self), "optimal": self.optimal}
 
-    def __rich__(self) -> Table:
+    def __rich__(self) -> Group:
         tolerance = "" if self.alpha is None else f" at tolerance {self.alpha:.3g}"
         shares = ", ".join(f"{share:.1%} of {metric}" for metric, share in self.kept.items())
         against = f"R-Score removed {self.cost:.3g}, by the uniform plan of as many units {self.uniform_cost:.3g}"
         exchange = f"additive exchange {'holds' if self.exchange else 'does not hold'}"
-        table = Table(box=SIMPLE, padding=(0, 1, 0, 0), title=f"{self.rule}{tolerance} keeps {shares}", caption=f"{against}; {exchange}")
+        table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
         table.add_column("space", overflow="fold")
         for heading in ("kept", "removed\n/limit", "ToD", "R of\nbound", "exchange", "stable\nU", "stable\nR", "same\nunits"):
             table.add_column(heading, justify="right")
@@ -70,7 +77,7 @@ class Diagnosis:
             share = f"{row.mass / row.bound:.0%}" if row.bound else "–"
             stability = map(_shown, (row.removal_stability, row.protection_stability, row.removed_overlap))
             table.add_row(row.space, f"{row.kept}/{row.size}", f"{row.depth}/{row.limit}", _shown(row.tod), share, "yes" if row.exchange else "no", *stability)
-        return table
+        return Group(f"{self.rule}{tolerance} keeps {shares}", table, f"{against}; {exchange}.", *LEGEND)
 
 
 def diagnose(scores: Scores, plan: Plan) -> Diagnosis:

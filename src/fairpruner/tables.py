@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from rich.table import Table
 from .costs import predict
 from .demo import BUDGETS, DATA, PRUNED, SCORES, WEIGHTS, Outcome
 from .recovery import Epoch
+from .repair import Note
 from .tod import spearman
 from .types import METRICS, Plan, Scores, Spaces
 
@@ -63,29 +65,39 @@ def _cell(value: object) -> object:
 
 def show_scores(scores: Scores, place: str) -> Shown:
     """What was scored, by which signals, and how well two disjoint halves of the data agree on the ranking."""
-    signals = list(scores.halves)
+    headings = {signal: _heading(signal, scores) for signal in scores.halves}
     stability = {s.name: {signal: spearman(*by_space[s.name]) for signal, by_space in scores.halves.items() if s.name in by_space} for s in scores.spaces}
     table = table_of(
         f"{place}: {scores.samples:,} samples, removal {', '.join(scores.removals)}, protection {', '.join(scores.protections)}",
-        ("space", "kind", "units", *(f"stability of {signal}" for signal in signals)),
-        [(s.name, s.kind, s.size, *(_decimal(stability[s.name].get(signal)) for signal in signals)) for s in scores.spaces],
-        notes=["Stability: rank correlation of the scores from two disjoint halves of the data."] if signals else [],
+        ("space", "kind", "units", *headings.values()),
+        [(s.name, s.kind, s.size, *(_decimal(stability[s.name].get(signal)) for signal in headings)) for s in scores.spaces],
+        notes=["Stability: rank correlation of the scores from two disjoint halves of the data."] if headings else [],
     )
     items = [{"name": s.name, "kind": s.kind, "size": s.size, "stability": stability[s.name]} for s in scores.spaces]
     summary = {"samples": scores.samples, "removal": list(scores.removals), "protection": list(scores.protections), "settings": dict(scores.settings)}
     return Shown(table, {"file": place, **summary, "spaces": items})
 
 
-def show_plan(plan: Plan, place: str) -> Shown:
-    """How much of each space and of each metric is kept."""
+def _heading(signal: str, scores: Scores) -> str:
+    """The column of a signal's stability; one that is another for each kind has too long a name."""
+    return f"stability of {signal if '=' not in signal else 'removal' if signal in scores.removals else 'protection'}"
+
+
+def show_plan(plan: Plan, place: str, repairs: Sequence[Note] = ()) -> Shown:
+    """How much of each space and of each metric is kept, and what was repaired."""
+    outcomes = Counter((note.outcome, note.reason) for note in repairs)
     items = [{"name": s.name, "kind": s.kind, "size": s.size, "kept": s.size - plan.depths[s.name]} for s in plan.spaces]
     table = table_of(
         f"{place}: {describe_plan(plan)}",
         ("space", "kind", "units", "kept"),
         [item.values() for item in items],
-        notes=[f"{metric}: {amount(plan.original[metric])} → {amount(plan.predicted[metric])}" for metric in plan.predicted],
+        notes=[
+            *(f"{metric}: {amount(plan.original[metric])} → {amount(plan.predicted[metric])}" for metric in plan.predicted),
+            *(f"Repair: {count} {outcome} ({reason})" for (outcome, reason), count in outcomes.items()),
+        ],
     )
-    return Shown(table, {"file": place, **plan_facts(plan), "spaces": items})
+    repaired = {"repair": [asdict(note) for note in repairs]} if repairs else {}
+    return Shown(table, {"file": place, **plan_facts(plan), "spaces": items, **repaired})
 
 
 def show_sweep(plans: Sequence[Plan], amounts: Sequence[float | int], metric: str) -> Shown:

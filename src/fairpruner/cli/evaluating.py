@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean, stdev
@@ -10,6 +11,8 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Group
+
+import fairpruner as fp
 
 from ..errors import FairprunerError
 from ..evaluation import TASKS, Outcome, Perplexity, check_text_unseen, evaluate, find_files, perplexity, read_tokens
@@ -22,7 +25,9 @@ Results = dict[str, dict[str, Outcome | Perplexity]]  # model -> task or text ->
 
 @app.command(name="evaluate", epilog="Example: fairpruner evaluate hf:small --tasks wic,mmlu_pro --data texts --limit 200")
 def evaluate_models(
-    models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="hf:FOLDER or hf:NAME, original or pruned; of several the mean is shown too.")],
+    models: Annotated[
+        list[str], typer.Argument(metavar="MODEL...", help="hf:FOLDER or hf:NAME, original or pruned; of several that are equally large the mean is shown too.")
+    ],
     tasks: Annotated[str | None, typer.Option(help=f"One or several of {', '.join(TASKS)}.")] = None,
     data: Annotated[
         str | None, typer.Option(help="The tasks' files: a folder with wic_validation.jsonl and mmlu_pro_test.jsonl, or wic=FILE,mmlu_pro=FILE.")
@@ -42,54 +47,41 @@ def evaluate_models(
     if text is not None and calibration is not None:
         check_text_unseen(text, calibration)
     results: Results = {}
+    sizes: dict[str, int] = {}
     for source in models:
         if not is_source(source):
             raise FairprunerError(f"{source} has no tokenizer: name a model of Hugging Face, hf:FOLDER.")
         net, tokenizer = trained(source, None, device), tokenizer_of(place_of(source))
         if not is_causal(net):
             raise FairprunerError(f"{type(net).__name__} does not predict the next token, so it has nothing to answer with.")
+        sizes[source] = fp.count_params(net)
         found = results[source] = dict(evaluate(net, tokenizer, files, limit=limit, batch_size=batch_size, calibration=calibration))
         if text is not None:
             found[text.name] = perplexity(net, read_tokens(text, tokenizer), length=length, batch_size=batch_size)
+    usual, count = Counter(sizes.values()).most_common(1)[0]
+    alike = [source for source, size in sizes.items() if size == usual] if count > 1 else []
+    tables = [_table(name, {source: by_name[name] for source, by_name in results.items()}, alike) for name in next(iter(results.values()))]
     show(
-        Shown(Group(*_tables(results)), {"models": {source: {name: asdict(result) for name, result in found.items()} for source, found in results.items()}}),
+        Shown(Group(*tables), {"models": {source: {name: asdict(result) for name, result in found.items()} for source, found in results.items()}}),
         as_json,
     )
 
 
-def _tables(results: Results) -> list[Group]:
-    """A table for each task, with a column for each model and the mean of several; one for perplexity."""
-    tables = []
-    for name in next(iter(results.values())):
-        found = {source: by_name[name] for source, by_name in results.items()}
-        tables.append(_task_table(name, {s: r for s, r in found.items() if isinstance(r, Outcome)}) or _perplexity_table(name, found))
-    return tables
+def _table(name: str, found: Mapping[str, Outcome | Perplexity], alike: Sequence[str]) -> Group:
+    """One task, or perplexity, with a column for each model and one for the mean of those that are equally large."""
+    columns = ("", *found, *([f"mean of {len(alike)} ± spread"] if alike else []))
 
+    def row(label: str, number: Callable[[Any], float], form: str) -> tuple[str, ...]:
+        values = {source: number(result) for source, result in found.items()}
+        same = [values[source] for source in alike]
+        mean = [f"{form.format(fmean(same))} ± {stdev(same):.2f}"] if same else []
+        return label, *(form.format(value) for value in values.values()), *mean
 
-def _task_table(name: str, found: Mapping[str, Outcome]) -> Group | None:
-    if not found:
-        return None
     first = next(iter(found.values()))
-    rows = [("accuracy", *_percents([r.accuracy for r in found.values()])), ("parse rate", *_percents([r.parse_rate for r in found.values()]))]
-    rows += [(kind, *_percents([r.categories[kind].accuracy for r in found.values()])) for kind in first.categories]
-    return table_of(f"{name}: {first.items:,} items, zero-shot; what cannot be parsed is wrong", ("", *_columns(found)), rows)
-
-
-def _perplexity_table(name: str, found: Mapping[str, Any]) -> Group:
-    first = next(iter(found.values()))
-    row = _with_mean([r.value for r in found.values()], "{:.3f}")
-    return table_of(f"{name}: {first.tokens:,} tokens predicted in {first.windows:,} windows of {first.length}", ("", *_columns(found)), [("perplexity", *row)])
-
-
-def _columns(found: Mapping[str, Any]) -> list[str]:
-    return [*found, *(["mean ± spread"] if len(found) > 1 else [])]
-
-
-def _percents(shares: Sequence[float]) -> list[str]:
-    return _with_mean([100 * share for share in shares], "{:.2f} %")
-
-
-def _with_mean(values: Sequence[float], form: str) -> list[str]:
-    """The numbers, and for several their mean and standard deviation."""
-    mean = [f"{form.format(fmean(values))} ± {stdev(values):.2f}"] if len(values) > 1 else []
-    return [*(form.format(value) for value in values), *mean]
+    if isinstance(first, Perplexity):
+        title = f"{name}: {first.tokens:,} tokens predicted in {first.windows:,} windows of {first.length}"
+        return table_of(title, columns, [row("perplexity", lambda result: result.value, "{:.3f}")])
+    percent = "{:.2f} %"
+    rows = [row("accuracy", lambda result: 100 * result.accuracy, percent), row("parse rate", lambda result: 100 * result.parse_rate, percent)]
+    rows += [row(kind, lambda result, kind=kind: 100 * result.categories[kind].accuracy, percent) for kind in first.categories]  # type: ignore[misc]
+    return table_of(f"{name}: {first.items:,} items, zero-shot; what cannot be parsed is wrong", columns, rows)

@@ -21,7 +21,7 @@ from ..files.folders import SHARD_SIZE
 from ..files.streaming import stream
 from ..inputs.hugging_face import is_source, place_of
 from ..recovery.recipe import OPTIMIZERS, SCHEDULES
-from ..repair import METHODS
+from ..repair import METHODS, Note
 from ..tables import show_demo, show_history, show_plan
 from ..types import Plan
 from .common import (
@@ -77,14 +77,13 @@ def cut(
         show(show_plan(chosen, str(output)), as_json)
         return
     net = trained(model, weights, device)
+    small, notes = fp.cut(net, chosen), list[Note]()
     if repair:
         if data is None:
             raise FairprunerError(f"--repair {repair} looks at samples: give --data.")
-        small = fp.cut(net, chosen, repair=parse_names(repair), data=reading.read(model, net, data))
-    else:
-        small = fp.cut(net, chosen)
+        small = fp.repair(small, net, chosen, reading.read(model, net, data), method=parse_names(repair), notes=notes)
     _save(small, chosen, output, model, max_shard_size)
-    show(show_plan(chosen, str(output)), as_json)
+    show(show_plan(chosen, str(output), notes), as_json)
 
 
 @app.command(epilog="Example: fairpruner recover small --model net.py:build --data digits.npz --epochs 10 -o recovered")
