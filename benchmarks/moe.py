@@ -38,7 +38,6 @@ from torch import Tensor, nn
 
 import fairpruner as fp
 from fairpruner.evaluation import TASKS, evaluate, perplexity
-from fairpruner.experts import expert_blocks
 from fairpruner.inputs.hugging_face import pretrained, tokenizer_of
 
 RESULTS = Path(__file__).parent / "results" / "moe.json"
@@ -115,22 +114,11 @@ def measure_table(bench: Bench, draws: int) -> Row:
     return {"full": bench.perplexity(bench.model), "rows": [dict(zip(keys, key, strict=True)) | spread(values) for key, values in found.items()]}
 
 
-def merged(model: nn.Module, plan: fp.Plan, scores: fp.Scores) -> nn.Module:
-    """The cut, with every removed expert averaged into the kept one whose router row is most like its own, weighted by how often each is chosen."""
-    small = fp.cut(model, plan)
-    for block in expert_blocks(model):
-        router = model.get_submodule(block.router).get_parameter("weight").detach()  # [E, H]
-        often = torch.from_numpy(scores.removals["frequency"][block.name]).float()  # [E]
-        gone = torch.tensor(plan.removed[block.name])
-        kept = torch.tensor([unit for unit in range(block.size) if unit not in plan.removed[block.name]])
-        unit_rows = torch.nn.functional.normalize(router, dim=1)
-        nearest = (unit_rows[gone] @ unit_rows[kept].T).argmax(1)  # [gone] positions among the kept
-        total = often[kept].index_add(0, nearest, often[gone]).clamp_min(1e-9)
-        for name, stack in model.get_submodule(block.experts).named_parameters():
-            weighted = stack.detach() * often[:, None, None]
-            mean = weighted[kept].index_add(0, nearest, weighted[gone]) / total[:, None, None]
-            small.get_submodule(block.experts).get_parameter(name).data.copy_(mean)
-    return small
+STEPS = {
+    "kept experts moved towards the removed ones nearest to them": ["merge"],
+    "kept and shared experts refitted": ["experts"],
+    "moved, then refitted": ["merge", "experts"],
+}
 
 
 def measure_repair(bench: Bench, draws: int) -> Row:
@@ -147,8 +135,8 @@ def measure_repair(bench: Bench, draws: int) -> Row:
             plan = plan_for(scores, signal, rule, 0.5)
             small = fp.cut(bench.model, plan)
             note(f"{signal}, {rule}: the cut", small)
-            note(f"{signal}, {rule}: removed experts merged into the nearest kept instead", merged(bench.model, plan, scores))
-            note(f"{signal}, {rule}: kept and shared experts refitted", fp.repair(small, bench.model, plan, data, method="experts"))
+            for step, methods in STEPS.items():
+                note(f"{signal}, {rule}: {step}", fp.repair(small, bench.model, plan, data, method=methods))
     return {"full": bench.perplexity(bench.model), "rows": [{"step": step, **spread(values)} for step, values in found.items()]}
 
 

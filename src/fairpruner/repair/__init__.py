@@ -16,9 +16,11 @@ from ..errors import FairprunerError, unknown
 from ..fingerprint import fingerprint
 from ..inputs.batches import Batch, Loss, forward, mean_loss, progress, read_batches
 from ..types import Plan
+from .arrivals import Sweep
 from .batchnorm import reestimate
 from .experts import refit_experts
 from .folding import fold
+from .merging import merge_experts
 from .notes import Note
 from .regression import choose, choose_mean
 from .sequential import refit
@@ -26,13 +28,13 @@ from .wiring import Wire, find_wires, kept_by_place, tensors_by_name
 
 __all__ = ["METHODS", "Note", "repair"]
 
-Sweep = Callable[[], Iterator[Batch]]  # reads the data once more
 Method = Callable[[nn.Module, nn.Module, Plan, Sweep, Mapping[str, Wire]], list[Note]]
 
 METHODS: dict[str, Method] = {
     "mean": partial(fold, choose=choose_mean),
     "least_squares": partial(fold, choose=choose),
     "sequential": refit,
+    "merge": merge_experts,
     "experts": refit_experts,
     "batchnorm": lambda small, model, plan, sweep, wires: reestimate(small, sweep()),
 }
@@ -51,9 +53,10 @@ def repair(
     """A copy of `small`, the cut of `model` by `plan`, with weights that make up for what was removed; no training, inputs untouched.
 
     `mean` gives consumers the mean of what they lost; `least_squares` predicts it from what they kept;
-    `sequential` refits every weight in the order of the forward pass; `experts` what the kept experts of each
-    block and a shared one give; `batchnorm` estimates running statistics again. Several methods are applied one after the other, and each only if it lowers the `loss` on the data
-    (cross-entropy by default). `notes` is a list that gets one line for each weight: repaired, kept or skipped.
+    `sequential` refits every weight in the order of the forward pass; `merge` moves kept experts towards removed
+    ones; `experts` refits what the kept experts of each block and a shared one give; `batchnorm` estimates running
+    statistics again. Several methods are applied one after the other, and each only if it does not raise the `loss` on the
+    data (cross-entropy by default). `notes` is a list that gets one line for each weight: repaired, kept or skipped.
 
     >>> import fairpruner as fp
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)).double()  # 8 units that 4 inputs determine

@@ -1,115 +1,85 @@
 """Refit what the kept experts of a block, and a shared one, add to its output, so that the block gives what the original gave.
 
 A block's output is linear in the last matrices of its experts: what they read, times the router's weight, are the features.
-Blocks are refitted one after the other in the order of the forward pass, in a sweep over the data each, so that memory
-holds the sums of one block. Where a block's output is added to a residual stream, the original's sum is the target:
-the refit then also undoes the drift of the blocks before.
+Blocks are refitted one after the other in the order of the forward pass, in a sweep over the data each. Where a block's
+output is added to a residual stream, the original's sum is the target: the refit then also undoes the drift of the blocks before.
+The matrices of a block are solved for together if they fit, else part by part, each fitted to what those before it left over,
+so that memory holds the sums of one part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import dropwhile
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from ..calling import tensors_of
 from ..experts import ExpertBlock, expert_blocks
-from ..inputs.batches import Batch, forward
-from ..inputs.tokens import counted_rows
 from ..routing import Call, watching_experts
 from ..types import Plan
-from .notes import Note
-from .products import SUMS
-from .regression import Sums, choose, first_half, wide
+from .arrivals import Arrival, Arrivals, Sweep, caller_of
+from .notes import NO_EXPERTS, Note
+from .regression import Sums, choose, wide
 from .wiring import Wire
 
-MOST_FEATURES = 8192  # of one block: more would make the products of all pairs too large
+MOST_FEATURES = 8192  # that are solved for together: the products of all their pairs are held
 ROWS = 8192  # tokens whose features are held at once
 
 
-def refit_experts(small: nn.Module, model: nn.Module, plan: Plan, sweep: Callable[[], Iterable[Batch]], wires: Mapping[str, Wire]) -> list[Note]:
+def refit_experts(small: nn.Module, model: nn.Module, plan: Plan, sweep: Sweep, wires: Mapping[str, Wire]) -> list[Note]:
     """Refit every block of experts in `small` from the first that lost some onwards."""
     lost = {space.name for space in plan.spaces if space.kind == "expert" and plan.removed[space.name]}
     blocks = dropwhile(lambda block: block.name not in lost, expert_blocks(small))
-    return [_refit(small, model, block, sweep()) for block in blocks]
+    return [_refit(small, model, block, sweep) for block in blocks] or [Note("experts", "skipped", NO_EXPERTS)]
 
 
-def _refit(small: nn.Module, model: nn.Module, block: ExpertBlock, batches: Iterable[Batch]) -> Note:
+def _refit(small: nn.Module, model: nn.Module, block: ExpertBlock, sweep: Sweep) -> Note:
+    arrivals = Arrivals(small, model, block, sweep)
+    features = _Features(small, block, next(iter(arrivals)))
+    if not features.sizes:
+        return Note(block.name, "skipped", "what its experts read is not seen, and no shared expert can take over")
+    notes = [_fit(block.name, features, part, arrivals) for part in parts(features.sizes)]
+    left = [note.error for note in notes if note.error is not None]
+    return replace(next((note for note in notes if note.error is not None), notes[0]), error=math.prod(left) if left else None)
+
+
+def parts(sizes: Sequence[int]) -> list[range]:
+    """Matrices with so many features each, in stretches of at most MOST_FEATURES together, or of a single one.
+
+    >>> parts([3000, 3000, 3000, 9000, 8000])
+    [range(0, 2), range(2, 3), range(3, 4), range(4, 5)]
+    """
+    found, start = [], 0
+    for stop in range(1, len(sizes) + 1):
+        if stop == len(sizes) or sum(sizes[start : stop + 1]) > MOST_FEATURES:
+            found.append(range(start, stop))
+            start = stop
+    return found
+
+
+def _fit(block: str, features: _Features, part: range, arrivals: Arrivals) -> Note:
+    """Fit one part of a block's matrices to what the block misses by now."""
     halves: tuple[Sums, Sums] | None = None
-    features = _Features(small, block)
-    for batch in batches:
-        target, here = _reach(model, block.name, batch), _reach(small, block.name, batch)
-        error = (target.sum - here.sum if target.sum is not None and here.sum is not None else target.out - here.out).flatten(0, -2)  # [T, H]
-        seen = features.of(here)
-        if features.obstacle:
-            return Note(block.name, "skipped", features.obstacle)
-        rows = counted_rows(len(error), batch.inputs, block.name)
-        first = first_half(rows, len(error), batch.size, batch.position)
-        new = tuple(seen.sums(rows[half].to(error.device), error) for half in (first, ~first))
+    for arrival in arrivals:
+        seen, error = features.of(arrival, part)
+        new = tuple(seen.sums(rows, error) for rows in arrival.halves)
         halves = (new[0], new[1]) if halves is None else (halves[0] + new[0], halves[1] + new[1])
     assert halves is not None  # the data was seen to hold samples
     choice = choose(halves, with_offset=False)
     if choice.fit is not None:
-        features.add(choice.fit.slope[0])
-    return Note.of(block.name, choice)
-
-
-@dataclass(frozen=True, eq=False)
-class _Arrival:
-    """What a block was called with, what it gave, and what became of that in the sum behind it."""
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    out: Tensor
-    sum: Tensor | None
-
-
-class _Reached(BaseException):
-    """Ends a forward pass of which no more is needed; no error, so that nothing on the way takes it for one."""
-
-
-class _UpTo(TorchFunctionMode):
-    """Runs a model as far as the sum into which a module's output goes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.call: tuple[tuple[Any, ...], Mapping[str, Any], Tensor] | None = None
-        self.sum: Tensor | None = None
-
-    def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
-        self.call = args, kwargs, next(tensors_of(output))
-
-    def __torch_function__(self, function: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        if self.call is not None and function in SUMS and any(operand is self.call[2] for operand in args):
-            self.sum = result
-            raise _Reached
-        return result
-
-
-def _reach(model: nn.Module, path: str, batch: Batch) -> _Arrival:
-    run = _UpTo()
-    hook = model.get_submodule(path).register_forward_hook(run.leave, with_kwargs=True)
-    try:
-        with run:
-            forward(model, batch)
-    except _Reached:
-        pass
-    finally:
-        hook.remove()
-    assert run.call is not None
-    return _Arrival(*run.call, run.sum)
+        features.add(part, choice.fit.slope[0])
+    return Note.of(block, choice)
 
 
 @dataclass(frozen=True, eq=False)
 class _Seen:
-    """The features of one call of a block: those of the experts, sparse, and those of every tail."""
+    """The features of a part of a block: those of its experts, sparse, and those of its tails."""
 
     pairs: tuple[Tensor, Tensor, Tensor]  # token [P], expert [P], features [P, I] of the pairs, or empty
     experts: int
@@ -147,67 +117,70 @@ class _Features:
     A tail is a linear map beside the experts, as that of a shared expert, whose output is added to the block's, scaled token by token.
     """
 
-    def __init__(self, model: nn.Module, block: ExpertBlock) -> None:
-        self._model, self._block, self._module = model, block, model.get_submodule(block.name)
+    def __init__(self, model: nn.Module, block: ExpertBlock, first: Arrival) -> None:
+        self._model, self._block, self._module = model, block, model.get_submodule(caller_of(block))
+        self._watched = [] if isinstance(model.get_submodule(block.experts), nn.ModuleList) else [block]  # whose experts show what their last matrices read
         inside = (f"{block.experts}.", f"{block.router}.")
-        below = {f"{block.name}.{path}": module for path, module in self._module.named_modules()}
-        self._linears = [m for path, m in below.items() if isinstance(m, nn.Linear) and not f"{path}.".startswith(inside)]
-        self._tails: list[nn.Linear] = []
-        self._with_experts = False
-        self.obstacle = ""
+        below = self._module.named_modules(prefix=caller_of(block))
+        self._tails = [module for path, module in below if isinstance(module, nn.Linear) and not f"{path}.".startswith(inside)]
+        out, passed, call = self._run(first)
+        self._tails = [linear for linear, (_, output) in passed.items() if _is_tail(out, output)]
+        inner = None if call is None else call.inner
+        self._experts = 0 if inner is None else block.size
+        self.sizes = [0 if inner is None else inner.shape[1]] * self._experts + [tail.in_features for tail in self._tails]  # of every matrix
 
-    def of(self, arrival: _Arrival) -> _Seen:
-        """Run the block once more by itself and see; gradients tell how much of each tail arrives at the output."""
+    def _run(self, arrival: Arrival) -> tuple[Tensor, dict[nn.Linear, tuple[Tensor, Tensor]], Call | None]:
+        """Run the block once more by itself: its output [T, H], what goes into and comes out of the tails, and what the experts did."""
         calls: list[Call] = []
         passed: dict[nn.Linear, tuple[Tensor, Tensor]] = {}
 
         def note(linear: nn.Linear, args: tuple[Any, ...], output: Tensor) -> None:
             passed[linear] = args[0].detach().flatten(0, -2), output
 
-        hooks = [linear.register_forward_hook(note) for linear in self._linears]
+        hooks = [linear.register_forward_hook(note) for linear in self._tails]
         try:
-            with torch.enable_grad(), watching_experts(self._model, [self._block], calls.append):
-                out = next(tensors_of(self._module(*arrival.args, **arrival.kwargs))).flatten(0, -2)  # [T, H]
+            with torch.enable_grad(), watching_experts(self._model, self._watched, calls.append):
+                out = next(tensors_of(self._module(*arrival.args, **arrival.kwargs))).flatten(0, -2)
         finally:
             for hook in hooks:
                 hook.remove()
-        found = {linear: scale for linear, (_, output) in passed.items() if (scale := _scale(out, output)) is not None}
-        self._tails = list(found)
-        tails = torch.cat([out.detach()[:, :0], *(passed[linear][0] * scale[:, None] for linear, scale in found.items())], 1)  # [T, S]
-        call = next(iter(calls), None)
-        inner = None if call is None else call.inner
-        width = 0 if inner is None else inner.shape[1]
-        self._with_experts = 0 < self._block.size * width <= MOST_FEATURES - tails.shape[1]
-        if not self._with_experts and not 0 < tails.shape[1] <= MOST_FEATURES:
-            self.obstacle = "what its experts read is not seen, or is too much, and no shared expert can take over"
-        if call is None or inner is None or not self._with_experts:
-            nothing = torch.zeros(0, dtype=torch.int64, device=out.device)
-            return _Seen((nothing, nothing, out.detach().new_zeros(0, 0)), 0, tails)
-        return _Seen((call.token, call.expert, inner * call.weight[:, None]), self._block.size, tails)
+        return out, passed, next(iter(calls), None)
 
-    def add(self, slope: Tensor) -> None:
-        """Add a fit [p, H] to the matrices."""
-        with torch.no_grad():
-            if self._with_experts:
-                experts: Any = self._model.get_submodule(self._block.experts)
-                weight = experts.down_proj
-                turned = weight if experts.is_transposed else weight.mT  # [E, I, H]
-                inside = turned.shape[0] * turned.shape[1]
-                turned += slope[:inside].view(turned.shape).to(weight)
-                slope = slope[inside:]
-            for linear, part in zip(self._tails, slope.split([tail.in_features for tail in self._tails]), strict=True):
-                linear.weight += part.T.to(linear.weight)
+    def of(self, arrival: Arrival, part: range) -> tuple[_Seen, Tensor]:
+        """The features of some of the matrices, and by how much the block's output misses, [T, H]; gradients tell how much of each tail arrives there."""
+        out, passed, call = self._run(arrival)
+        some = [passed[tail] for tail in self._tails[max(part.start - self._experts, 0) : max(part.stop - self._experts, 0)]]
+        scales = [torch.autograd.grad(out, output, torch.ones_like(out), retain_graph=True)[0].flatten(0, -2)[:, :1] for _, output in some]  # [T, 1] each
+        error = arrival.wanted - wide(out.detach())
+        tails = torch.cat([error[:, :0], *(read * scale for (read, _), scale in zip(some, scales, strict=True))], 1)  # [T, S]
+        stop = min(part.stop, self._experts)
+        if call is None or call.inner is None or part.start >= stop:
+            nothing = torch.zeros(0, dtype=torch.int64, device=error.device)
+            return _Seen((nothing, nothing, error.new_zeros(0, 0)), 0, tails), error
+        ours = (call.expert >= part.start) & (call.expert < stop)
+        pairs = call.token[ours], call.expert[ours] - part.start, call.inner[ours] * call.weight[ours, None]
+        return _Seen(pairs, stop - part.start, tails), error
+
+    def add(self, part: range, slope: Tensor) -> None:
+        """Add a fit [p, H] to the part's matrices."""
+        experts: Any = self._model.get_submodule(self._block.experts)
+        for number, step in zip(part, slope.split([self.sizes[number] for number in part]), strict=True):  # [I, H]
+            if number >= self._experts:
+                weight = self._tails[number - self._experts].weight.mT
+            else:
+                weight = experts.down_proj[number] if experts.is_transposed else experts.down_proj[number].mT
+            weight += step.to(weight)
 
 
-def _scale(out: Tensor, passed: Tensor) -> Tensor | None:
-    """By what each token's output of a linear map is scaled in the block's, [T]; None if that is not all that happens to it."""
+def _is_tail(out: Tensor, passed: Tensor) -> bool:
+    """Whether all that happens to a linear map's output on its way into the block's [T, H] is a scale for each token."""
     if passed.shape[-1] != out.shape[-1] or passed.numel() != out.numel() or not passed.requires_grad:
-        return None
+        return False
     probe = torch.linspace(1, 2, out.shape[1], dtype=out.dtype, device=out.device)
     slopes = partial(torch.autograd.grad, out, passed, retain_graph=True, allow_unused=True)
     (ones,), (ramp,) = slopes(torch.ones_like(out)), slopes(probe.expand_as(out).contiguous())
     if ones is None or ramp is None:
-        return None
+        return False
     ones, ramp = ones.flatten(0, -2), ramp.flatten(0, -2)  # [T, H]
-    scale: Tensor = ones[:, 0]
-    return scale if torch.allclose(ones, scale[:, None].expand_as(ones)) and torch.allclose(ramp, scale[:, None] * probe) else None
+    scale = ones[:, :1]
+    return torch.allclose(ones, scale.expand_as(ones)) and torch.allclose(ramp, scale * probe)

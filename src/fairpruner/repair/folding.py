@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..experts import expert_lists
 from ..inputs.batches import Batch, forward
 from ..observing import positions_of
 from ..types import Ints, Plan, Slice, UnitSpace
-from .notes import UNSEEN, USED_ELSEWHERE, Note
+from .notes import ROUTED, UNSEEN, USED_ELSEWHERE, Note
 from .products import Product, Walk
 from .regression import Choice, Sums, first_half, wide
 from .wiring import Wire, kept_by_place, tensors_by_name
@@ -126,7 +127,8 @@ class _Collect(Walk):
 def fold(small: nn.Module, model: nn.Module, plan: Plan, sweep: Callable[[], Iterable[Batch]], wires: Mapping[str, Wire], choose: Chooser) -> list[Note]:
     """Add to every consumer in `small` what the removed units gave it, as far as the kept ones tell."""
     kept, weights, tensors = kept_by_place(plan), dict(model.named_parameters(remove_duplicate=False)), tensors_by_name(small)
-    obstacles = {consumer: _obstacle(consumer, wires) for consumer in consumers(plan, weights)}
+    inside = tuple(f"{path}." for path in expert_lists(model))
+    obstacles = {consumer: ROUTED if consumer.name.startswith(inside) else _obstacle(consumer, wires) for consumer in consumers(plan, weights)}
     notes = [Note(consumer.name, "skipped", reason) for consumer, reason in obstacles.items() if reason]
     collect = _Collect(model, [consumer for consumer, reason in obstacles.items() if not reason])
     for batch in sweep():

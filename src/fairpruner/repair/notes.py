@@ -8,6 +8,8 @@ from typing import Literal
 from .regression import Choice
 
 UNSEEN = "no convolution or matrix product was seen to use it as it is"
+ROUTED = "it lies inside one of several experts, each called on tokens of its own: 'merge' can mend those"
+NO_EXPERTS = "the plan removes no routed expert"
 USED_ELSEWHERE = "it is used for something else than a product as well"
 
 Outcome = Literal["repaired", "kept", "skipped"]

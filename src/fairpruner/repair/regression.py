@@ -60,8 +60,9 @@ class Sums:
             gram = gram - mean[:, :, None] * self.features[:, None, :]
             cross = cross - mean[:, :, None] * self.targets[:, None, :]
         size = gram.diagonal(dim1=1, dim2=2).mean(1).maximum(floor).clamp_min(torch.finfo(gram.dtype).tiny)  # [G]
-        ridge = torch.eye(gram.shape[1], dtype=gram.dtype, device=gram.device) * (damping * size)[:, None, None]
-        factor, failed = torch.linalg.cholesky_ex(gram + ridge)
+        damped = gram.clone()
+        damped.diagonal(dim1=1, dim2=2).add_((damping * size)[:, None])
+        factor, failed = torch.linalg.cholesky_ex(damped)
         if failed.any():
             return None
         slope = torch.cholesky_solve(cross, factor)

@@ -16,9 +16,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from ..experts import expert_lists
 from ..inputs.batches import Batch, forward
 from ..types import Ints, Plan
-from .notes import UNSEEN, USED_ELSEWHERE, Note
+from .notes import ROUTED, UNSEEN, USED_ELSEWHERE, Note
 from .products import Product, Walk
 from .regression import Choice, Fit, Sums, choose, first_half
 from .wiring import Offset, Sum, Wire, kept_by_place, straight_line, tensors_by_name
@@ -32,6 +33,8 @@ Kept = Mapping[tuple[str, int], Ints]
 
 def refit(small: nn.Module, model: nn.Module, plan: Plan, sweep: Callable[[], Iterable[Batch]], wires: Mapping[str, Wire]) -> list[Note]:
     """Refit every weight of `small` from the first that lost units onwards."""
+    if lists := expert_lists(model):  # which of them work, and so what is added up where, is another matter in each model
+        return [Note(path, "skipped", ROUTED) for path in lists]
     lost = {part.tensor for space in plan.spaces if plan.removed[space.name] for part in space.slices_of("read")}
     notes = [Note(name, "skipped", UNSEEN) for name in sorted(lost - set(wires))]
     order = list(wires)
