@@ -30,6 +30,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -119,6 +120,7 @@ STEPS = {
     "kept and shared experts refitted": ["experts"],
     "moved, then refitted": ["merge", "experts"],
 }
+PART = 512  # features, a fraction of the tiny model's: real blocks are refitted in parts
 
 
 def measure_repair(bench: Bench, draws: int) -> Row:
@@ -137,6 +139,8 @@ def measure_repair(bench: Bench, draws: int) -> Row:
             note(f"{signal}, {rule}: the cut", small)
             for step, methods in STEPS.items():
                 note(f"{signal}, {rule}: {step}", fp.repair(small, bench.model, plan, data, method=methods))
+            with mock.patch("fairpruner.repair.experts.MOST_FEATURES", PART):
+                note(f"{signal}, {rule}: refitted in parts of {PART} features", fp.repair(small, bench.model, plan, data, method="experts"))
     return {"full": bench.perplexity(bench.model), "rows": [{"step": step, **spread(values)} for step, values in found.items()]}
 
 

@@ -28,7 +28,7 @@ from .notes import NO_EXPERTS, Note
 from .regression import Sums, choose, wide
 from .wiring import Wire
 
-MOST_FEATURES = 8192  # that are solved for together: the products of all their pairs are held
+MOST_FEATURES = 4096  # that are solved for together: the products of all their pairs are held
 ROWS = 8192  # tokens whose features are held at once
 
 
@@ -52,7 +52,7 @@ def _refit(small: nn.Module, model: nn.Module, block: ExpertBlock, sweep: Sweep)
 def parts(sizes: Sequence[int]) -> list[range]:
     """Matrices with so many features each, in stretches of at most MOST_FEATURES together, or of a single one.
 
-    >>> parts([3000, 3000, 3000, 9000, 8000])
+    >>> parts([1500, 1500, 1500, 5000, 4000])
     [range(0, 2), range(2, 3), range(3, 4), range(4, 5)]
     """
     found, start = [], 0
