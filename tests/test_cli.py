@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -301,8 +302,14 @@ def command(*arguments: str) -> list[str]:
 
 def test_ctrl_c_ends_with_130_and_no_traceback(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text("import time\nfrom pathlib import Path\n\ndef build():\n    Path('started').touch()\n    time.sleep(60)\n")
+    listening = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a job in the background of a shell is told to ignore it
     process = subprocess.Popen(
-        command("discover", "slow.py:build", "--shape", "1,8,8"), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command("discover", "slow.py:build", "--shape", "1,8,8"),
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=listening,
     )
     deadline = time.monotonic() + 60
     while not (tmp_path / "started").exists() and time.monotonic() < deadline:

@@ -491,7 +491,7 @@ def test_repair_by_position_leaves_listed_experts_alone(method: str) -> None:
     again = fp.repair(small, model, plan, [(example, model(example).detach())], method=method, loss=F.mse_loss, notes=notes)
     assert difference(small, again, example) == 0
     assert notes
-    assert all("'experts' repairs those" in note.reason for note in notes)
+    assert all("'merge' can mend those" in note.reason for note in notes)
 
 
 def test_silenced_rows_stay_silent_through_casts_copies_and_products() -> None:
