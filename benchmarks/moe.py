@@ -268,32 +268,34 @@ def show_repair(part: Row) -> list[str]:
 
 
 def show_costs(part: Row) -> list[str]:
+    def amount(value: float) -> str:
+        return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
     def values(row: Row, side: str) -> dict[str, str]:
         """What was measured of one model, `side` being "model" (the pruned one) or "against" (the full one)."""
-        shown = {f"{q['name']}, {q['unit']}" if q["unit"] else q["name"]: f"{q[side]:,.4g}" for q in row["quantities"] if q["model"] is not None}
+        shown = {f"{q['name']}, {q['unit']}" if q["unit"] else q["name"]: amount(q[side]) for q in row["quantities"] if q["model"] is not None}
         shown |= {f"{what}, MB": f"{row['folders']['small' if side == 'model' else 'full'][key] / 1e6:.1f}" for key, what in FOLDER.items()}
-        return shown | {f"{timing['what']}, ms": f"{timing[side]['median']:.2f}" for timing in row["timings"]}
+        for timing in row["timings"]:
+            median = timing[side]["median"]
+            shown[f"{timing['what']}, ms"] = f"{median:.2f}" + (f" ({timing['against']['median'] / median:.2f} ×)" if side == "model" else "")
+        return shown
 
     columns = [values(part["rows"][0], "against"), *(values(row, "model") for row in part["rows"])]
-    title = "What they cost, plans of equal depth; one text of 128 tokens (energy and CO2 are CodeCarbon's estimates, since this machine has no counter):"
+    title = "What they cost: plans of equal depth, one text of 128 tokens; in brackets, how many times faster than the full model in the same run. Energy and CO2 are CodeCarbon's estimates, since this machine has no counter."
     head = ["", "full", *(f"{row['removed']:.1%} removed" for row in part["rows"])]
     return [title, grid(head, [[name, *(column[name] for column in columns)] for name in columns[0]])]
 
 
 def show_tasks(part: Row) -> list[str]:
-    shown = []
+    shown = [f"<details><summary>The paper's two tasks, {part['model']}</summary>"]
     for task in dict.fromkeys(row["task"] for row in part["rows"]):
         rows = [row for row in part["rows"] if row["task"] == task]
-        percent = {"accuracy": ".1%", "parse_rate": ".1%"}
-        body = [[row["method"], f"{row['removed']:.1%}", *(cell(row[name], form) for name, form in percent.items())] for row in rows]
-        shown += [f"{task}, {part['model']}, {rows[0]['items']:,} items:", grid(["removal signal, rule", "removed", "accuracy", "parse rate"], body)]
-        kinds = list(rows[0]["categories"])
-        if kinds:
-            shown += [
-                f"{task}, accuracy by category:",
-                grid(["", *(row["method"] for row in rows)], [[k, *(f"{r['categories'][k]:.1%}" for r in rows)] for k in kinds]),
-            ]
-    return shown
+        body = [[row["method"], f"{row['removed']:.1%}", cell(row["accuracy"], ".1%"), cell(row["parse_rate"], ".1%")] for row in rows]
+        shown += [f"{task}, {rows[0]['items']:,} items:", grid(["removal signal, rule", "removed", "accuracy", "parse rate"], body)]
+        if kinds := list(rows[0]["categories"]):
+            body = [[kind, *(f"{row['categories'][kind]:.1%}" for row in rows)] for kind in kinds]
+            shown += [f"{task}, accuracy by category:", grid(["", *(row["method"] for row in rows)], body)]
+    return [*shown, "</details>"]
 
 
 SHOWN = {"table": show_table, "repair": show_repair, "costs": show_costs, "tasks": show_tasks}
