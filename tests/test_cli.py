@@ -320,6 +320,15 @@ def test_ctrl_c_ends_with_130_and_no_traceback(tmp_path: Path) -> None:
     assert "Traceback" not in errors
 
 
+def test_warnings_are_told_without_the_code_that_gave_them(tmp_path: Path) -> None:
+    told = "import warnings\nfrom fairpruner.errors import FairprunerWarning\n\ndef build():\n    warnings.warn('Too few samples.', FairprunerWarning)\n    warnings.warn('other')\n    raise SystemExit(3)\n"
+    (tmp_path / "warner.py").write_text(told)
+    done = subprocess.run(command("discover", "warner.py:build", "--shape", "1,8,8"), cwd=tmp_path, capture_output=True, text=True, check=False)
+    lines = done.stderr.splitlines()
+    assert lines[0] == "Warning: Too few samples."
+    assert lines[1].endswith("UserWarning: other")
+
+
 def test_the_installed_command_refuses_without_a_traceback(tmp_path: Path) -> None:
     done = subprocess.run(command("info", "nothing"), cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (1, "")

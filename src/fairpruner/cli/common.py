@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,7 +19,7 @@ from typer.core import TyperGroup
 import fairpruner as fp
 
 from ..allocation import RULES
-from ..errors import FairprunerError
+from ..errors import FairprunerError, FairprunerWarning
 from ..files.folders import is_folder_file
 from ..inputs.sources import PRETRAINED, is_zoo, load_model
 from ..latency import LatencyTable
@@ -24,12 +27,28 @@ from ..tables import Shown
 from ..types import KINDS, Budget
 
 
+@contextmanager
+def plain_warnings() -> Iterator[None]:
+    """Inside, our own warnings are a sentence without the line of code that gave them."""
+    usual = warnings.formatwarning
+
+    def told(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
+        return f"Warning: {message}\n" if issubclass(category, FairprunerWarning) else usual(message, category, filename, lineno, line)
+
+    warnings.formatwarning = told
+    try:
+        yield
+    finally:
+        warnings.formatwarning = usual
+
+
 class _Commands(TyperGroup):
     """A user's mistake becomes one sentence on stderr and exit code 1."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            with plain_warnings():
+                return super().invoke(ctx)
         except FairprunerError as error:
             print(f"Error: {error}", file=sys.stderr)
             raise typer.Exit(1) from None
