@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import lzma
 import shlex
 import statistics
 import subprocess
@@ -35,6 +34,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torchvision_shim  # noqa: F401 (transformers imports torchvision)
+from routing import DOMAINS, VALIDATION, read_tokens
 from torch import Tensor, nn
 
 import fairpruner as fp
@@ -43,16 +43,12 @@ from fairpruner.inputs.hugging_face import pretrained, tokenizer_of
 
 RESULTS = Path(__file__).parent / "results" / "moe.json"
 PAGE = Path(__file__).parents[1] / "docs" / "moe.md"
-WINDOW, VALIDATION, DOMAINS = 128, 24_576, 10
+WINDOW = 128
 REMOVED = (0.5, 0.75, 5 / 6)
 REMOVALS = ("soft_activation", "reap", "frequency", "random")
 ROWS = (("random", "uniform"), ("frequency", "uniform"), *((s, rule) for s in ("soft_activation", "reap") for rule in ("uniform", "tod", "global")))
 MIXES = ("equally much of each domain", "as the text comes")
 Row = dict[str, Any]
-
-
-def tokens(shared: Path, name: str, dtype: str) -> np.ndarray:
-    return np.frombuffer(lzma.open(shared / "data" / "text" / f"{name}.bin.xz").read(), dtype)
 
 
 class Bench:
@@ -62,14 +58,13 @@ class Bench:
         self.model = pretrained(model).to(device)
         tiny = str(shared / "weights" / "tiny_qwen2moe")
         self._reader, self._tokenizer = (None, None) if model == tiny else (tokenizer_of(tiny), tokenizer_of(model))
-        self._train, self._domain, self._size = tokens(shared, "moe_tokens_train", "<u2"), tokens(shared, "moe_domains_train", "u1"), size
-        self._validation = self._own(tokens(shared, "moe_tokens_val", "<u2")[:VALIDATION])
+        self._train, self._domain, self._size = read_tokens(shared, "moe_tokens_train").numpy(), read_tokens(shared, "moe_domains_train").numpy(), size
+        self._validation = self._own(read_tokens(shared, "moe_tokens_val").numpy()[:VALIDATION])
         self.example = {"input_ids": self._validation[None, :WINDOW].to(device)}
         self.spaces = fp.discover(self.model, self.example, kinds=["expert"])
 
     def _own(self, ids: np.ndarray) -> Tensor:
         """The text of the stored tokens, which are the tiny model's, as tokens of this model."""
-        ids = ids.astype(np.int64)
         if self._reader is not None and self._tokenizer is not None:
             ids = np.array(self._tokenizer(self._reader.decode(ids), add_special_tokens=False, verbose=False)["input_ids"])
         return torch.from_numpy(ids)

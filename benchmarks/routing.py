@@ -31,9 +31,9 @@ import numpy as np
 import torch
 import torchvision_shim  # noqa: F401 (transformers imports torchvision)
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import fairpruner as fp
+from fairpruner import evaluation
 from fairpruner.inputs.hugging_face import pretrained
 from fairpruner.signals import Meter, Reading, Signal, Step, Task
 from fairpruner.tod import spearman
@@ -135,9 +135,7 @@ def signals_of(batches: Sequence[Sums]) -> dict[str, dict[str, np.ndarray]]:
 
 
 def perplexity(model: nn.Module, windows: Tensor) -> float:
-    with torch.no_grad():
-        losses = [F.cross_entropy(model(input_ids=some).logits[:, :-1].flatten(0, 1), some[:, 1:].flatten(), reduction="sum") for some in windows.split(32)]
-    return float((torch.stack(losses).sum() / windows[:, 1:].numel()).exp())
+    return evaluation.perplexity(model, windows.flatten(), length=LENGTH, batch_size=32).value
 
 
 def noise(model: nn.Module, spaces: Spaces, batches: Sequence[Sums], windows: Tensor) -> list[dict[str, Any]]:
