@@ -69,21 +69,19 @@ class RoutedTaylor(Signal):
     name: str = "routed_taylor"
     kinds: ClassVar[frozenset[Kind]] = ROUTED
     needs: ClassVar[frozenset[Need]] = frozenset({"routed_gradients"})
+    term: ClassVar[str] = "weighted_term"
 
     def start(self, task: Task) -> Meter:
-        return TermMeter("weighted_term", task)
+        return TermMeter(self.term, task)
 
 
 @dataclass(frozen=True)
-class RoutedTaylorExact(Signal):
+class RoutedTaylorExact(RoutedTaylor):
     """The same with g at the token whose loss it is, to the letter of the paper's equation: a backward for every position of a text."""
 
     name: str = "routed_taylor_exact"
-    kinds: ClassVar[frozenset[Kind]] = ROUTED
     needs: ClassVar[frozenset[Need]] = frozenset({"routed_losses"})
-
-    def start(self, task: Task) -> Meter:
-        return TermMeter("exact_term", task)
+    term: ClassVar[str] = "exact_term"
 
 
 class TermMeter(Meter):
