@@ -9,7 +9,9 @@ from time import perf_counter
 import numpy as np
 
 from fairpruner.allocation import allocate, sweep
-from fairpruner.types import Budget, CostModel, Factor, Scores, Spaces, Term, UnitSpace
+from fairpruner.core.budget import Budget
+from fairpruner.core.scores import Scores
+from fairpruner.core.spaces import CostModel, Factor, Spaces, Term, UnitSpace
 
 RESNET50_STAGES = ((64, 3, 56), (128, 4, 28), (256, 6, 14), (512, 3, 7))  # width, blocks, resolution
 

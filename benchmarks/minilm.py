@@ -32,7 +32,7 @@ from torch.nn import functional as F
 
 import fairpruner as fp
 from fairpruner.inputs.hugging_face import pretrained, tokenizer_of
-from fairpruner.signals.classes import kmeans
+from fairpruner.scoring.signals.classes import kmeans
 
 RESULTS = Path(__file__).parent / "results" / "minilm.json"
 SIGNALS = ("wasserstein", "activation", "l1", "l2", "fpgm", "random")

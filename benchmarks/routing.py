@@ -34,10 +34,10 @@ from torch import Tensor, nn
 
 import fairpruner as fp
 from fairpruner import evaluation
+from fairpruner.core.spaces import Kind, Spaces
+from fairpruner.core.tod import spearman
 from fairpruner.inputs.hugging_face import pretrained
-from fairpruner.signals import Meter, Reading, Signal, Step, Task
-from fairpruner.tod import spearman
-from fairpruner.types import Kind, Spaces
+from fairpruner.scoring.signals import Meter, Reading, Signal, Step, Task
 
 RESULTS = Path(__file__).parent / "results" / "routing.json"
 PAGE = Path(__file__).parents[1] / "docs" / "signals.md"

@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from torchvision_shim import torchvision
 
 from fairpruner.discovery import discover
-from fairpruner.scoring import score
+from fairpruner.scoring.score import score
 
 RESULTS = Path(__file__).parent / "results" / "scoring.json"
 BATCH = 128

@@ -26,7 +26,7 @@ from transformers_zoo import HUGGING_FACE, TIMM, hugging_face  # noqa: E402
 from zoo import SMALL  # noqa: E402
 
 import fairpruner as fp  # noqa: E402
-from fairpruner.calling import describe  # noqa: E402
+from fairpruner.models.calling import describe  # noqa: E402
 
 INTRODUCTION = """# What can be pruned
 

@@ -12,7 +12,7 @@ from rich import print as rich_print
 from torch import nn
 
 import fairpruner as fp
-from fairpruner.plots import plot_tolerance, save_figure
+from fairpruner.reporting.plots import plot_tolerance, save_figure
 
 
 def main() -> None:

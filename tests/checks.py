@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import fairpruner as fp
-from fairpruner.calling import call, tensors_of
+from fairpruner.core.tod import removal_order
 from fairpruner.discovery.verify import lively
-from fairpruner.surgery import copy_with
-from fairpruner.tod import removal_order
+from fairpruner.models.calling import call, tensors_of
+from fairpruner.models.narrowing import copy_with
 
 IN_FLOAT64 = 1e-8
 

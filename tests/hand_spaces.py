@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from fairpruner.types import CostModel, Factor, Floats, Ints, Scores, Slice, Spaces, Term, UnitSpace
+from fairpruner.core.arrays import Floats, Ints
+from fairpruner.core.scores import Scores
+from fairpruner.core.spaces import CostModel, Factor, Slice, Spaces, Term, UnitSpace
 
 INPUTS, OUTPUTS = 3, 10
 

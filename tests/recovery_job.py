@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-import fairpruner.files.storage
+import fairpruner.core.sealed
 import fairpruner.inputs.batches
 import fairpruner.recovery.training
 from fairpruner.recovery import recover

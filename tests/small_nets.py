@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fairpruner.fingerprint import fingerprint
-from fairpruner.types import CostModel, Role, Slice, Spaces, UnitSpace
+from fairpruner.core.spaces import CostModel, Role, Slice, Spaces, UnitSpace
+from fairpruner.models.fingerprint import fingerprint
 
 Part = tuple[str, int, Role] | tuple[str, int, Role, Sequence[int]]  # tensor, dim, role, owner where it is not 0, 1, 2, …
 

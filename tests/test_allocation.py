@@ -9,10 +9,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from fairpruner.allocation import allocate, shuffled, sweep
-from fairpruner.costs import predict
+from fairpruner.core.budget import METRICS, Budget, Metric
+from fairpruner.core.costs import predict
+from fairpruner.core.plan import Plan
+from fairpruner.core.scores import Scores
+from fairpruner.core.spaces import CostModel, Factor, Term
+from fairpruner.core.tod import conflict_curve, removal_order
 from fairpruner.errors import FairprunerError
-from fairpruner.tod import conflict_curve, removal_order
-from fairpruner.types import METRICS, Budget, CostModel, Factor, Metric, Plan, Scores, Term
 
 RULES = ("tod", "uniform", "global")
 HUNDREDTHS = [round(k / 100, 2) for k in range(100)]

@@ -2,8 +2,9 @@ import pytest
 from hand_spaces import hand_scores, random_scores
 
 from fairpruner.allocation import allocate, shuffled, sweep
+from fairpruner.core.budget import Budget
+from fairpruner.core.scores import Scores
 from fairpruner.errors import FairprunerError
-from fairpruner.types import Budget, Scores
 
 SCORES = random_scores([20, 30], seed=0)
 OPPOSED = hand_scores([[1, 2, 3, 4], [1, 2, 3, 4]], [[4, 3, 2, 1], [1, 2, 3, 4]])

@@ -10,7 +10,7 @@ from checks import check_cut, with_lively_weights
 from torch import nn
 
 import fairpruner as fp
-from fairpruner.attention import FewerHeadsAttention
+from fairpruner.models.attention import FewerHeadsAttention
 
 
 @pytest.mark.parametrize("batch_first", [True, False])

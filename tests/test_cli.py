@@ -21,7 +21,8 @@ from typer.testing import CliRunner
 import fairpruner as fp
 from fairpruner import demo
 from fairpruner.cli import app
-from fairpruner.types import Plan, Scores
+from fairpruner.core.plan import Plan
+from fairpruner.core.scores import Scores
 
 COMMANDS = ("discover", "score", "sweep", "plan", "cut", "recover", "prune", "report", "plot", "info", "demo")
 DEMO = "fairpruner.demo:build"

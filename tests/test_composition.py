@@ -13,9 +13,10 @@ from torch import nn
 from zoo import SMALL
 
 import fairpruner as fp
-from fairpruner.composition import compose, remaining
-from fairpruner.costs import predict
-from fairpruner.types import Plan, Spaces
+from fairpruner.allocation.composition import compose, remaining
+from fairpruner.core.costs import predict
+from fairpruner.core.plan import Plan
+from fairpruner.core.spaces import Spaces
 
 NETS = [name for name in SMALL if not name.startswith(("resnet56", "densenet40", "prelu"))]
 # Their spaces are coupled because a cut was seen to fail, which depends on the sizes: discovery of the cut model may find others.

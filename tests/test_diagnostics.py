@@ -13,10 +13,12 @@ from rich.console import Console
 from scipy.stats import spearmanr
 
 from fairpruner.allocation import allocate, shuffled
-from fairpruner.diagnostics import depth_limit, diagnose, mass_bound
+from fairpruner.allocation.diagnostics import depth_limit, diagnose, mass_bound
+from fairpruner.core.budget import Budget
+from fairpruner.core.plan import Plan
+from fairpruner.core.scores import Scores
+from fairpruner.core.tod import spearman
 from fairpruner.errors import FairprunerError
-from fairpruner.tod import spearman
-from fairpruner.types import Budget, Plan, Scores
 
 TOLERANCES = ["0", "0.1", "0.2", "0.25", "0.29", "0.3", "0.34", "0.5", "0.6", "0.67", "0.7", "0.75", "0.8", "0.9", "0.99"]
 

@@ -15,10 +15,10 @@ from torch import nn
 
 import fairpruner as fp
 from fairpruner.allocation import shuffled, sweep
-from fairpruner.composition import remaining
-from fairpruner.experts import expert_blocks
-from fairpruner.files.encoding import plan_from_json, plan_to_json, spaces_from_json, spaces_to_json
-from fairpruner.types import CostModel, Scores
+from fairpruner.allocation.composition import remaining
+from fairpruner.core.scores import Scores
+from fairpruner.core.spaces import CostModel
+from fairpruner.models.experts import expert_blocks
 
 
 def held_bytes(model: nn.Module) -> int:
@@ -136,16 +136,16 @@ def test_bytes_follow_the_types_of_the_parameters() -> None:
 def test_spaces_and_plans_of_experts_survive_a_file_and_old_files_are_read() -> None:
     spaces = fp.discover(moe("deepseek_v3"), tokens())
     plan = fp.allocate(scores_of(spaces), keep=fp.Budget("experts", 16), exact=True)
-    content = plan_to_json(plan)
-    again = plan_from_json(content, edited=True)
+    content = plan.to_json()
+    again = fp.Plan.from_json(content, edited=True)
     assert again.removed == plan.removed
     assert again.predicted == plan.predicted
     assert [s.groups for s in again.spaces] == [s.groups for s in spaces]
-    old = spaces_to_json(fp.discover(plain_moe(), plain_example()))
+    old = fp.discover(plain_moe(), plain_example()).to_json()
     del old["costs"]["bytes"]
     for item in old["items"]:
         del item["groups"]
-    loaded = spaces_from_json(old)
+    loaded = fp.Spaces.from_json(old)
     assert {s.groups for s in loaded} == {1}
     assert "bytes" not in fp.Plan.removing(loaded, {}).predicted
 
@@ -177,5 +177,5 @@ def test_hidden_units_inside_experts_go_by_widths_that_grouped_kernels_take() ->
             found[implementation] = small(**tokens()).logits
     torch.testing.assert_close(found["grouped_mm"], found["eager"])
     assert [space.multiple for space in remaining(plan, small) if space.name.endswith("experts")] == [4, 4]
-    again = spaces_from_json(spaces_to_json(spaces))
+    again = fp.Spaces.from_json(spaces.to_json())
     assert [space.multiple for space in again] == [space.multiple for space in spaces]

@@ -18,9 +18,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import fairpruner as fp
-from fairpruner.experts import SIZES, expert_blocks, plain_experts, unsupported_experts
-from fairpruner.silencing import SilencedRows, silence
-from fairpruner.tod import removal_order
+from fairpruner.core.tod import removal_order
+from fairpruner.models.experts import SIZES, expert_blocks, plain_experts, unsupported_experts
+from fairpruner.models.silencing import SilencedRows, silence
 
 TOLERANCE = 1e-6  # several routers compute in float32, whatever the model's type
 WITHOUT_HEADS = {"olmoe", "flex_olmo", "minimax_m2", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4"}  # a norm over all heads, or latent attention
@@ -436,7 +436,7 @@ def test_experts_called_on_single_tokens() -> None:
     assert [(s.name, s.kind) for s in spaces] == [("0", "expert"), ("0.experts.0.0", "hidden")]
     small = check_cut(model, example, spaces, {"0": (1, 2), "0.experts.0.0": (0, 5)})
     plan = fp.Plan.removing(spaces, {"0": (1, 2), "0.experts.0.0": (0, 5)})
-    assert difference(small, fp.cut(model, plan, repair="mean", data=[(example, torch.arange(7))]), example) == 0
+    assert difference(small, fp.repair(fp.cut(model, plan), model, plan, [(example, torch.arange(7))], method="mean"), example) == 0
 
 
 class StackedExperts(nn.Module):

@@ -20,11 +20,12 @@ from typer.testing import CliRunner
 import fairpruner as fp
 from fairpruner.allocation.allocator import Allocator
 from fairpruner.cli import app
-from fairpruner.costs import Lengths
+from fairpruner.core.costs import Lengths
+from fairpruner.core.latency import LatencyTable, TimedOp
+from fairpruner.core.scores import Scores
+from fairpruner.core.spaces import Spaces, Term
 from fairpruner.demo import build
-from fairpruner.latency import LatencyTable, TimedOp
 from fairpruner.measuring import profiling
-from fairpruner.types import Scores, Spaces, Term
 
 
 def table_of(spaces: Spaces, *, multiple: int = 4, fixed: float = 0.25, uneven: float = 0.5) -> LatencyTable:

@@ -16,11 +16,11 @@ from safetensors import safe_open
 from torch import nn
 
 import fairpruner as fp
-from fairpruner.experts import expert_blocks
 from fairpruner.files.pretrained_files import write_config
-from fairpruner.files.pruned_modeling import resize
 from fairpruner.files.shards import parse_size
 from fairpruner.files.streaming import stream
+from fairpruner.inputs.pruned_modeling import resize
+from fairpruner.models.experts import expert_blocks
 
 transformers = pytest.importorskip("transformers", minversion="5")
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from torch import nn
 
 import fairpruner as fp
-from fairpruner.signals.reconstruction import greedy_errors
-from fairpruner.types import Floats
+from fairpruner.core.arrays import Floats
+from fairpruner.scoring.signals.reconstruction import greedy_errors
 
 
 def left_error(covariance: Floats, weights: Floats, gone: list[int]) -> float:

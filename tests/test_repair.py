@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fairpruner as fp
+from fairpruner.models.narrowing import copy_with
 from fairpruner.repair import METHODS, Note, regression, sequential
-from fairpruner.surgery import copy_with
 
 Data = list[tuple[Tensor, Tensor]]
 
@@ -426,14 +426,3 @@ def test_sums_that_have_no_room_together_are_taken_in_several_sweeps(monkeypatch
     assert outcomes[0] == outcomes[1]
     assert reads[1] > reads[0]
     assert errors[1] < 1.2 * errors[0] < 0.6 * float(squared(small(inputs), model(inputs)).detach())
-
-
-def test_cut_and_repair_in_one_call() -> None:
-    model, inputs, spaces = built("conv1d", 64)
-    plan = fp.Plan.removing(spaces, some_units(spaces, 0.34, seed=0))
-    data = [(inputs, torch.arange(64) % 2)]
-    at_once, apart = fp.cut(model, plan, repair="sequential", data=data), fp.repair(fp.cut(model, plan), model, plan, data, method="sequential")
-    assert all(torch.equal(a, b) for a, b in zip(at_once.state_dict().values(), apart.state_dict().values(), strict=True))
-    for given in ({"repair": "mean"}, {"data": data}):
-        with pytest.raises(fp.FairprunerError, match="both"):
-            fp.cut(model, plan, **given)

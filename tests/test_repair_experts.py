@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fairpruner as fp
-from fairpruner.experts import expert_blocks
 from fairpruner.inputs.batches import read_batches
+from fairpruner.models.experts import expert_blocks
 from fairpruner.repair import Note, arrivals, experts, merging, regression
 
 Data = list[dict[str, Tensor]]

@@ -19,11 +19,12 @@ from rich.console import Console
 from zoo import SMALL
 
 import fairpruner as fp
-from fairpruner.plots import draw, plot_ablation, plot_profile, plot_scores, plot_tolerance, save_figure
+from fairpruner.core.budget import METRICS
+from fairpruner.core.spaces import CostModel, Factor, Spaces, Term, UnitSpace
 from fairpruner.reporting import Report, report
 from fairpruner.reporting.facts import costs_by_space
 from fairpruner.reporting.page import payload, render
-from fairpruner.types import METRICS, CostModel, Factor, Spaces, Term, UnitSpace
+from fairpruner.reporting.plots import draw, plot_ablation, plot_profile, plot_scores, plot_tolerance, save_figure
 
 needs_matplotlib = pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is not installed")
 ASSETS = Path(fp.__file__).parent / "reporting" / "assets"

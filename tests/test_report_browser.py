@@ -17,10 +17,12 @@ import torch
 from hand_spaces import random_scores
 
 import fairpruner as fp
+from fairpruner.core.budget import METRICS
+from fairpruner.core.latency import LatencyTable, TimedOp
+from fairpruner.core.scores import Scores
+from fairpruner.core.spaces import Term
 from fairpruner.demo import build
-from fairpruner.latency import LatencyTable, TimedOp
 from fairpruner.reporting import report
-from fairpruner.types import METRICS, Scores, Term
 
 CHROMIUM = shutil.which("chromium")
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")

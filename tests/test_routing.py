@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fairpruner as fp
-from fairpruner.experts import expert_blocks
-from fairpruner.routing import Call, gates_of, probabilities, slopes_of, watching_experts
-from fairpruner.signals import Step, Task
-from fairpruner.signals.routing import SOFT_ACTIVATION
-from fairpruner.surgery import mask_units
-from fairpruner.types import Spaces
+from fairpruner.core.spaces import Spaces
+from fairpruner.models.experts import expert_blocks
+from fairpruner.models.narrowing import mask_units
+from fairpruner.models.routing import Call, gates_of, probabilities, slopes_of, watching_experts
+from fairpruner.scoring.signals import Step, Task
+from fairpruner.scoring.signals.routing import SOFT_ACTIVATION
 
 FAMILIES = ("qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss", "phimoe", "granitemoe", "glm4_moe", "ernie4_5_moe")
 MORE = ("jamba", "hunyuan_v1_moe", "dots1", "llama4", "minimax_m2", "aria_text", "gemma4", "afmoe", "mistral4")

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from fairpruner.core.scores import Scores
+from fairpruner.core.spaces import CostModel, Spaces
 from fairpruner.errors import FairprunerError
 from fairpruner.inputs.batches import read_batches
-from fairpruner.scoring import score
-from fairpruner.types import CostModel, Scores, Spaces
+from fairpruner.scoring.score import score
 
 EVERY_SIGNAL: dict[str, Any] = {
     "removal": ["wasserstein", "wasserstein_pooled", "l1", "l2", "fpgm", "activation", "random"],

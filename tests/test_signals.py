@@ -12,11 +12,12 @@ from small_nets import NETS, batches, build, samples, space, spaces_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fairpruner.core.arrays import Floats
+from fairpruner.core.spaces import Slice, Spaces, UnitSpace
 from fairpruner.errors import FairprunerError
-from fairpruner.scoring import score
-from fairpruner.signals import Taylor, Wasserstein, names, protection_signal, removal_signal
-from fairpruner.signals.classes import kmeans
-from fairpruner.types import Floats, Slice, Spaces, UnitSpace
+from fairpruner.scoring.score import score
+from fairpruner.scoring.signals import Taylor, Wasserstein, names, protection_signal, removal_signal
+from fairpruner.scoring.signals.classes import kmeans
 
 # Weights
 

@@ -18,9 +18,13 @@ from safetensors.torch import save_file
 from torch import nn
 
 import fairpruner as fp
-from fairpruner.files import folders, storage
-from fairpruner.files.encoding import decode_runs, digest, encode_runs, plan_to_json, readable, spaces_to_json
-from fairpruner.types import CostModel, Count, Factor, Plan, Scores, Slice, Spaces, Term, UnitSpace
+from fairpruner.core import sealed as storage
+from fairpruner.core.arrays import decode_runs, encode_runs
+from fairpruner.core.plan import Plan
+from fairpruner.core.scores import Scores
+from fairpruner.core.sealed import digest, readable
+from fairpruner.core.spaces import CostModel, Count, Factor, Slice, Spaces, Term, UnitSpace
+from fairpruner.files import folders
 
 
 def build() -> nn.Module:
@@ -131,7 +135,7 @@ def test_scores_come_back_bit_for_bit(tmp_path: Path) -> None:
         assert same_arrays(getattr(scores, group), getattr(again, group)), group
     assert again.active == ("wasserstein", "taylor")
     assert (again.samples, dict(again.settings)) == (17, dict(scores.settings))
-    assert spaces_to_json(again.spaces) == spaces_to_json(scores.spaces)
+    assert again.spaces.to_json() == scores.spaces.to_json()
     assert again.spaces["heads"].counts[0].owner.dtype == np.int64
 
 
@@ -158,12 +162,12 @@ def test_plan_comes_back_exactly(tmp_path: Path) -> None:
     plan = hand_made_plan()
     plan.save(tmp_path / "plan.json")
     again = Plan.load(tmp_path / "plan.json")
-    assert plan_to_json(again) == plan_to_json(plan)
+    assert again.to_json() == plan.to_json()
     assert (again.alpha, again.removed) == (0.1 + 0.2, {"a.conv": (2, 0), "heads": ()})
 
 
 def test_every_field_is_stored() -> None:
-    plan = plan_to_json(hand_made_plan())
+    plan = hand_made_plan().to_json()
     space = plan["spaces"]["items"][1]
     stored = {Plan: plan, Spaces: plan["spaces"], UnitSpace: space, Slice: space["slices"][0], Count: space["counts"][0], CostModel: plan["spaces"]["costs"]}
     assert {kind.__name__: set(content) for kind, content in stored.items()} == {kind.__name__: {field.name for field in fields(kind)} for kind in stored}

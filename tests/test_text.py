@@ -22,7 +22,7 @@ from fairpruner.inputs.batches import mean_loss, read_batches
 from fairpruner.inputs.datasets import Sampling
 from fairpruner.inputs.text import Columns, load_text
 from fairpruner.inputs.tokens import IGNORED, targets_of
-from fairpruner.observing import LastInput
+from fairpruner.models.observing import LastInput
 
 CPU = torch.device("cpu")
 

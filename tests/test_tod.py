@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fairpruner.core.tod import ConflictCurve, conflict_curve, removal_order
 from fairpruner.errors import FairprunerError
-from fairpruner.tod import conflict_curve, removal_order
-from fairpruner.types import ConflictCurve
 
 HUNDREDTHS = [round(k / 100, 2) for k in range(100)]
 

@@ -14,11 +14,11 @@ from scipy.stats import wasserstein_distance
 from small_nets import space, spaces_of
 from torch import Tensor, nn
 
+from fairpruner.core.arrays import Floats
 from fairpruner.errors import FairprunerError
-from fairpruner.signals import Reading, Task, Wasserstein, WassersteinPooled
-from fairpruner.signals.quantiles import ClassQuantiles, cell_averages, sort_
-from fairpruner.signals.wasserstein import SMALLEST, STATE_BYTES, capacity, diameter, quantile_points
-from fairpruner.types import Floats
+from fairpruner.scoring.signals import Reading, Task, Wasserstein, WassersteinPooled
+from fairpruner.scoring.signals.quantiles import ClassQuantiles, cell_averages, sort_
+from fairpruner.scoring.signals.wasserstein import SMALLEST, STATE_BYTES, capacity, diameter, quantile_points
 
 UNITS = 4
 

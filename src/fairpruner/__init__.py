@@ -1,26 +1,31 @@
 """Structured pruning for PyTorch: score a model once, then cut any smaller version of it."""
 
-from . import signals
-from .allocation import allocate, shuffled, sweep
-from .composition import compose
-from .costs import count_flops, count_params
-from .diagnostics import diagnose
-from .discovery import discover
-from .errors import FairprunerError, FairprunerWarning
-from .files.folders import load, save
-from .latency import LatencyTable
-from .measuring import Measurement, latency_table, measure
-from .pipeline import prune
-from .recovery import Epoch, Recipe, recover
-from .repair import Note, repair
-from .reporting import Report, report
-from .scoring import score
-from .signals import protection_signal, removal_signal
-from .surgery import cut, mask
-from .tod import conflict_curve
-from .types import Budget, ConflictCurve, Plan, Scores, Spaces, UnitSpace
+from importlib.metadata import version
 
-__version__ = "0.1.0"
+from fairpruner.allocation import allocate, shuffled, sweep
+from fairpruner.allocation.composition import compose
+from fairpruner.allocation.diagnostics import diagnose
+from fairpruner.core.budget import Budget
+from fairpruner.core.latency import LatencyTable
+from fairpruner.core.plan import Plan
+from fairpruner.core.scores import Scores
+from fairpruner.core.spaces import Spaces, UnitSpace
+from fairpruner.core.tod import ConflictCurve, conflict_curve
+from fairpruner.discovery import discover
+from fairpruner.errors import FairprunerError, FairprunerWarning
+from fairpruner.files.folders import load, save
+from fairpruner.measuring import Measurement, latency_table, measure
+from fairpruner.models.counting import count_flops, count_params
+from fairpruner.pipeline import prune
+from fairpruner.recovery import Epoch, Recipe, recover
+from fairpruner.repair import Note, repair
+from fairpruner.reporting import Report, report
+from fairpruner.scoring import signals
+from fairpruner.scoring.score import score
+from fairpruner.scoring.signals import protection_signal, removal_signal
+from fairpruner.surgery import cut, mask
+
+__version__ = version("fairpruner")
 
 __all__ = [  # noqa: RUF022 (in the order of the pipeline)
     "discover",

@@ -1,5 +1,5 @@
 """`python -m fairpruner`, which launchers such as torchrun can start."""
 
-from .cli import app
+from fairpruner.cli import app
 
 app(prog_name="fairpruner")

@@ -14,17 +14,18 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
 
-from .allocation import allocate, sweep
-from .diagnostics import Diagnosis, diagnose
-from .discovery import discover
-from .errors import FairprunerError
-from .files.folders import save
-from .files.storage import written_whole
-from .recovery import recover
-from .repair import repair
-from .scoring import score
-from .surgery import cut
-from .types import Budget, Plan
+from fairpruner.allocation import allocate, sweep
+from fairpruner.allocation.diagnostics import Diagnosis, diagnose
+from fairpruner.core.budget import Budget
+from fairpruner.core.plan import Plan
+from fairpruner.core.sealed import written_whole
+from fairpruner.discovery import discover
+from fairpruner.errors import FairprunerError
+from fairpruner.files.folders import save
+from fairpruner.recovery import recover
+from fairpruner.repair import repair
+from fairpruner.scoring.score import score
+from fairpruner.surgery import cut
 
 BUDGETS = (0.75, 0.25)  # other shares of the FLOPs, to show that they come for free
 DATA, WEIGHTS, SCORES, PRUNED = "digits.npz", "net.safetensors", "scores.safetensors", "pruned"  # what it leaves in its folder

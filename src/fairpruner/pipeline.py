@@ -11,17 +11,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from .allocation import allocate
-from .composition import compose, remaining
-from .discovery import discover
-from .errors import FairprunerError, unknown
-from .inputs.datasets import example_of
-from .recovery import recover
-from .repair import METHODS
-from .repair import repair as mend
-from .scoring import score
-from .surgery import cut
-from .types import Budget, Plan, check_alpha
+from fairpruner.allocation import allocate
+from fairpruner.allocation.composition import compose, remaining
+from fairpruner.core.budget import Budget
+from fairpruner.core.plan import Plan
+from fairpruner.core.tod import check_alpha
+from fairpruner.discovery import discover
+from fairpruner.errors import FairprunerError, unknown
+from fairpruner.inputs.datasets import example_of
+from fairpruner.recovery import recover
+from fairpruner.repair import METHODS
+from fairpruner.repair import repair as mend
+from fairpruner.scoring.score import score
+from fairpruner.surgery import cut
 
 Options = Mapping[str, Mapping[str, Any]]  # stage -> its keyword arguments
 

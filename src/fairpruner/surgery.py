@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
-
-import numpy as np
-import torch
 from torch import nn
 
-from .attention import STAND_INS
-from .calling import tensors_of
-from .errors import FairprunerError
-from .fingerprint import fingerprint
-from .silencing import close
-from .types import Ints, Plan, Slice, UnitSpace
-
-Change = Callable[[str, torch.Tensor], torch.Tensor]
+from fairpruner.core.plan import Plan
+from fairpruner.errors import FairprunerError
+from fairpruner.models.fingerprint import fingerprint
+from fairpruner.models.narrowing import cut_units, mask_units
 
 
-def cut(model: nn.Module, plan: Plan, *, repair: str | Sequence[str] | None = None, data: Iterable[Any] | None = None) -> nn.Module:
-    """A smaller model of the same classes without the plan's units; the model given is untouched.
-
-    `repair` names the methods of `fairpruner.repair` that then mend the cut, from calibration `data`.
+def cut(model: nn.Module, plan: Plan) -> nn.Module:
+    """A smaller model without the plan's units; the model given is untouched.
 
     >>> import fairpruner as fp
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -33,14 +21,7 @@ def cut(model: nn.Module, plan: Plan, *, repair: str | Sequence[str] | None = No
     Linear(in_features=4, out_features=6, bias=True)
     """
     _check(model, plan)
-    if (repair is None) != (data is None):
-        raise FairprunerError("A repair needs both its method and calibration data: give repair='least_squares' and data=..., or neither.")
-    small = cut_units(model, plan.spaces, plan.removed)
-    if repair is None or data is None:
-        return small
-    from .repair import repair as mend  # a stage calls another only here, for the caller's convenience
-
-    return mend(small, model, plan, data, method=repair)
+    return cut_units(model, plan.spaces, plan.removed)
 
 
 def mask(model: nn.Module, plan: Plan) -> nn.Module:
@@ -55,139 +36,3 @@ def _check(model: nn.Module, plan: Plan) -> None:
         raise FairprunerError(
             f"The plan belongs to another model: {type(model).__name__} has the fingerprint {found}, the plan expects {plan.spaces.fingerprint}. Score and allocate this model, or give the original one."
         )
-
-
-def kept_indices(spaces: Iterable[UnitSpace], removed: Mapping[str, Iterable[int]]) -> dict[str, dict[int, Ints]]:
-    """What is left of every tensor that loses something: tensor name -> dim -> the indices that stay, in order."""
-    gone: dict[tuple[str, int], list[np.ndarray]] = {}
-    for space in spaces:
-        units = _units(space, removed)
-        for part in space.slices if units.size else ():
-            gone.setdefault((part.tensor, part.dim), []).append(np.isin(part.owner, units))
-    keep: dict[str, dict[int, Ints]] = {}
-    for (tensor, dim), masks in gone.items():
-        keep.setdefault(tensor, {})[dim] = np.flatnonzero(~np.logical_or.reduce(masks))
-    return keep
-
-
-def _as_they_are(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
-def cut_units(model: nn.Module, spaces: Iterable[UnitSpace], removed: Mapping[str, Iterable[int]], *, weights: Change = _as_they_are) -> nn.Module:
-    """`cut` for any units of any spaces; `weights` may give the model other tensors first, of which those that lose nothing are not copied."""
-    keep = kept_indices(spaces, removed)
-    counts: dict[tuple[str, str], list[np.ndarray]] = {}
-    for space in spaces:
-        units = _units(space, removed)
-        for count in space.counts if units.size else ():
-            counts.setdefault((count.module, count.attribute), []).append(np.isin(count.owner, units))
-
-    def narrow(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        tensor = weights(name, tensor)
-        for dim, indices in keep.get(name, {}).items():
-            tensor = tensor.index_select(dim, torch.from_numpy(indices).to(tensor.device))
-        return tensor
-
-    small = copy_with(model, narrow)
-    for (path, attribute), masks in counts.items():
-        module = small.get_submodule(path)
-        setattr(module, attribute, int((~np.logical_or.reduce(masks)).sum()))
-        module.__class__ = STAND_INS.get(type(module), type(module))
-    _true_attributes(model, small)
-    for path, module in list(small.named_modules()):
-        if isinstance(module, nn.ModuleList) and path in keep:
-            for number in sorted(set(range(len(module))) - set(keep[path][0].tolist()), reverse=True):
-                del module[number]
-    return small
-
-
-def mask_units(model: nn.Module, spaces: Iterable[UnitSpace], removed: Mapping[str, Iterable[int]], *, weights: Change = _as_they_are) -> nn.Module:
-    """`mask` for any units of any spaces, `weights` as for `cut_units`.
-
-    Zero on the read side, since a bias or a norm would bring a zeroed filter back; an expert's logit becomes -inf, since a
-    zeroed expert would still take tokens from the others.
-    """
-    quiet: dict[str, list[tuple[Slice, torch.Tensor]]] = {}  # tensor -> slices, and true where a unit goes
-    for space in spaces:
-        units = _units(space, removed)
-        for part in (*space.slices_of("read"), *space.slices_of("route")) if units.size else ():
-            quiet.setdefault(part.tensor, []).append((part, torch.from_numpy(np.isin(part.owner, units))))
-
-    def change(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        tensor = weights(name, tensor)
-        for part, gone in quiet.get(name, ()):
-            tensor = close(part, tensor, gone) if part.role == "route" else tensor.index_fill(part.dim, gone.nonzero().squeeze(1).to(tensor.device), 0)
-        return tensor
-
-    return copy_with(model, change)
-
-
-def _units(space: UnitSpace, removed: Mapping[str, Iterable[int]]) -> Ints:
-    return np.fromiter(removed.get(space.name, ()), dtype=np.int64)
-
-
-def copy_with(model: nn.Module, change: Change) -> nn.Module:
-    """A deep copy whose tensors are changed on the way, so that the unchanged full-size copy never exists."""
-    memo: dict[int, object] = {}
-    with torch.no_grad():
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            fresh = change(name, tensor.detach())
-            fresh = fresh.clone() if fresh.data_ptr() == tensor.data_ptr() else fresh.contiguous()
-            memo[id(tensor)] = nn.Parameter(fresh, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fresh
-    for module in model.modules():
-        for kept in tensors_of(list(vars(module).values())):  # as a loss that a block keeps from its last call: deepcopy refuses what has a history
-            if kept.grad_fn is not None:
-                memo[id(kept)] = kept.detach().clone()
-    fresh_model = copy.deepcopy(model, memo)
-    modes = [module.training for module in fresh_model.modules()]
-    fresh_model.train()  # drops what modules have derived from the old tensors and kept
-    for module, training in zip(fresh_model.modules(), modes, strict=True):
-        module.training = training
-    return fresh_model
-
-
-# Which attribute tells the length of which side of the module's weight. A transposed convolution has its sides the other
-# way round, a grouped one tells `in` per group; `first` and `second` are dimensions of a matrix, whatever they mean.
-ATTRIBUTES: dict[str, str] = {
-    "out_channels": "out",
-    "out_features": "out",
-    "in_channels": "in",
-    "in_features": "in",
-    "num_features": "all",
-    "num_channels": "all",
-    "num_parameters": "all",
-    "normalized_shape": "all",
-    "embedding_dim": "second",
-    "nx": "first",
-    "nf": "second",
-}
-
-
-def _true_attributes(before: nn.Module, after: nn.Module) -> None:
-    """Make the size attributes of every module whose weight changed say the new sizes."""
-    old_modules = dict(before.named_modules())
-    for name, module in after.named_modules():
-        old, new = _sizes(old_modules[name]), _sizes(module)
-        for attribute, side in ATTRIBUTES.items():
-            if side not in old or old[side] == new[side]:
-                continue
-            value = getattr(module, attribute, None)
-            if value == old[side]:
-                setattr(module, attribute, new[side])
-            elif value == (old[side],):
-                setattr(module, attribute, (new[side],))
-
-
-def _sizes(module: nn.Module) -> dict[str, int]:
-    """Lengths of a module's weight by side; without a weight, of its statistics."""
-    weight = getattr(module, "weight", None)
-    weight = weight if isinstance(weight, torch.Tensor) else getattr(module, "running_mean", None)
-    if not isinstance(weight, torch.Tensor) or weight.ndim == 0:
-        return {}
-    if weight.ndim == 1:
-        return {"all": weight.shape[0]}
-    first, second = weight.shape[:2]
-    groups = getattr(module, "groups", 1)
-    inner, outer = (first, second * groups) if getattr(module, "transposed", False) else (second * groups, first)
-    return {"in": inner, "out": outer, "first": first, "second": second}

@@ -7,14 +7,17 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..costs import predict
-from ..errors import FairprunerError
-from ..latency import LatencyTable
-from ..tod import removal_order
-from ..types import KINDS, Budget, Kind, Metric, Plan, Scores
-from .allocator import Allocator
-from .constraints import MinKeep, MultipleOf
-from .rules import RULES
+from fairpruner.allocation.allocator import Allocator
+from fairpruner.allocation.constraints import MinKeep, MultipleOf
+from fairpruner.allocation.rules import RULES
+from fairpruner.core.budget import Budget, Metric
+from fairpruner.core.costs import predict
+from fairpruner.core.latency import LatencyTable
+from fairpruner.core.plan import Plan
+from fairpruner.core.scores import Scores
+from fairpruner.core.spaces import KINDS, Kind
+from fairpruner.core.tod import removal_order
+from fairpruner.errors import FairprunerError
 
 __all__ = ["RULES", "allocate", "shuffled", "sweep"]
 

@@ -7,14 +7,18 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ..costs import CostTable
-from ..errors import FairprunerError, unknown
-from ..latency import LatencyTable, check_table
-from ..tod import conflict_curve, removal_order
-from ..types import KINDS, Budget, Ints, Kind, Metric, Plan, Scores, check_alpha
-from .constraints import MinKeep, MultipleOf, candidates_of, check_constraints, multiple_from
-from .dial import Dial, Falling, Listed, Way
-from .rules import RULES, Ranked
+from fairpruner.allocation.constraints import MinKeep, MultipleOf, candidates_of, check_constraints, multiple_from
+from fairpruner.allocation.dial import Dial, Falling, Listed, Way
+from fairpruner.allocation.rules import RULES, Ranked
+from fairpruner.core.arrays import Ints
+from fairpruner.core.budget import Budget, Metric
+from fairpruner.core.costs import CostTable
+from fairpruner.core.latency import LatencyTable, check_table
+from fairpruner.core.plan import Plan
+from fairpruner.core.scores import Scores
+from fairpruner.core.spaces import KINDS, Kind
+from fairpruner.core.tod import check_alpha, conflict_curve, removal_order
+from fairpruner.errors import FairprunerError, unknown
 
 MISSING: dict[Metric, str] = {
     "experts": "the scores hold no space of routed experts. Give a budget of params, flops or units.",

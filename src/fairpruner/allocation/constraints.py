@@ -7,9 +7,10 @@ from typing import Literal
 
 import numpy as np
 
-from ..errors import FairprunerError, unknown
-from ..latency import LatencyTable
-from ..types import KINDS, Ints, UnitSpace
+from fairpruner.core.arrays import Ints
+from fairpruner.core.latency import LatencyTable
+from fairpruner.core.spaces import KINDS, UnitSpace
+from fairpruner.errors import FairprunerError, unknown
 
 MinKeep = float | Mapping[str, float]  # a count or share of every space, or one for each kind
 MultipleOf = int | Literal["auto"]

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ..types import Ints
-from .rules import Ranked, Table
+from fairpruner.allocation.rules import Ranked, Table
+from fairpruner.core.arrays import Ints
 
 
 class Dial:

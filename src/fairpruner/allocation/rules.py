@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..types import Floats, Ints
+from fairpruner.core.arrays import Floats, Ints
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,14 +17,14 @@ from torch import nn
 from typer.core import TyperGroup
 
 import fairpruner as fp
-
-from ..allocation import RULES
-from ..errors import FairprunerError, FairprunerWarning
-from ..files.folders import is_folder_file
-from ..inputs.sources import PRETRAINED, is_zoo, load_model
-from ..latency import LatencyTable
-from ..tables import Shown
-from ..types import KINDS, Budget
+from fairpruner.allocation import RULES
+from fairpruner.core.budget import Budget
+from fairpruner.core.latency import LatencyTable
+from fairpruner.core.spaces import KINDS
+from fairpruner.errors import FairprunerError, FairprunerWarning
+from fairpruner.files.folders import is_folder_file
+from fairpruner.inputs.sources import PRETRAINED, is_zoo, load_model
+from fairpruner.terminal import Shown
 
 
 @contextmanager

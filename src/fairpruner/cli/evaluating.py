@@ -13,12 +13,11 @@ import typer
 from rich.console import Group
 
 import fairpruner as fp
-
-from ..errors import FairprunerError
-from ..evaluation import TASKS, Outcome, Perplexity, check_text_unseen, evaluate, find_files, perplexity, read_tokens
-from ..inputs.hugging_face import is_causal, is_source, place_of, tokenizer_of
-from ..tables import Shown, table_of
-from .common import AsJson, BatchSize, Device, app, parse_names, show, trained
+from fairpruner.cli.common import AsJson, BatchSize, Device, app, parse_names, show, trained
+from fairpruner.errors import FairprunerError
+from fairpruner.evaluation import TASKS, Outcome, Perplexity, check_text_unseen, evaluate, find_files, perplexity, read_tokens
+from fairpruner.inputs.hugging_face import is_causal, is_source, place_of, tokenizer_of
+from fairpruner.terminal import Shown, table_of
 
 Results = dict[str, dict[str, Outcome | Perplexity]]  # model -> task or text -> result
 

@@ -13,33 +13,18 @@ import typer
 from torch.utils.data import DataLoader
 
 import fairpruner as fp
-
-from ..demo import DATA, PRUNED, SCORES, WEIGHTS
-from ..demo import run as run_demo
-from ..errors import FairprunerError
-from ..files.folders import SHARD_SIZE
-from ..files.streaming import stream
-from ..inputs.hugging_face import is_source, place_of
-from ..recovery.recipe import OPTIMIZERS, SCHEDULES
-from ..repair import METHODS, Note
-from ..tables import show_demo, show_history, show_plan
-from ..types import Plan
-from .common import (
-    AsJson,
-    Device,
-    Force,
-    Model,
-    Skip,
-    Weights,
-    app,
-    check_room,
-    is_first,
-    parse_budget,
-    parse_names,
-    show,
-    trained,
-)
-from .reading import CALIBRATION, TRAINING, Data, Reading, reads_data
+from fairpruner.cli.common import AsJson, Device, Force, Model, Skip, Weights, app, check_room, is_first, parse_budget, parse_names, show, trained
+from fairpruner.cli.reading import CALIBRATION, TRAINING, Data, Reading, reads_data
+from fairpruner.cli.tables import show_demo, show_history, show_plan
+from fairpruner.core.plan import Plan
+from fairpruner.demo import DATA, PRUNED, SCORES, WEIGHTS
+from fairpruner.demo import run as run_demo
+from fairpruner.errors import FairprunerError
+from fairpruner.files.folders import SHARD_SIZE
+from fairpruner.files.streaming import stream
+from fairpruner.inputs.hugging_face import is_source, place_of
+from fairpruner.recovery.recipe import OPTIMIZERS, SCHEDULES
+from fairpruner.repair import METHODS, Note
 
 Folder = Annotated[Path, typer.Option("--output", "-o", help="The folder of the smaller model.")]
 Repair = Annotated[str | None, typer.Option(help=f"Mend the cut without training, by one or several of {', '.join(METHODS)}; needs --data.")]

@@ -13,13 +13,12 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 import fairpruner as fp
-
-from ..errors import FairprunerError
-from ..inputs.sources import example_for
-from ..measuring import RUNTIMES
-from ..tables import Shown, table_of
-from ..types import Scores
-from .common import AsJson, Device, Force, Model, ScoresFile, Weights, app, check_room, parse_names, parse_shape, show, trained
+from fairpruner.cli.common import AsJson, Device, Force, Model, ScoresFile, Weights, app, check_room, parse_names, parse_shape, show, trained
+from fairpruner.core.scores import Scores
+from fairpruner.errors import FairprunerError
+from fairpruner.inputs.sources import example_for
+from fairpruner.measuring import RUNTIMES
+from fairpruner.terminal import Shown, table_of
 
 Shape = Annotated[str | None, typer.Option(help="Shape of one input without the batch, such as 3,32,32; a zoo's model knows its own.")]
 Threads = Annotated[int | None, typer.Option(help="Threads; all that torch takes by default.")]

@@ -9,15 +9,7 @@ import torch
 import typer
 
 import fairpruner as fp
-
-from ..errors import FairprunerError
-from ..inputs.datasets import example_of
-from ..inputs.hugging_face import is_causal
-from ..inputs.sources import example_for, load_model
-from ..inputs.text import is_rows
-from ..tables import Shown, show_plan, show_scores, show_spaces, show_sweep
-from ..types import BUDGETS, Metric, Plan, Scores
-from .common import (
+from fairpruner.cli.common import (
     AsJson,
     Device,
     Exact,
@@ -46,7 +38,17 @@ from .common import (
     show,
     trained,
 )
-from .reading import CALIBRATION, Data, Length, Reading, Size, TextColumn, reads_data
+from fairpruner.cli.reading import CALIBRATION, Data, Length, Reading, Size, TextColumn, reads_data
+from fairpruner.cli.tables import show_plan, show_scores, show_spaces, show_sweep
+from fairpruner.core.budget import BUDGETS, Metric
+from fairpruner.core.plan import Plan
+from fairpruner.core.scores import Scores
+from fairpruner.errors import FairprunerError
+from fairpruner.inputs.datasets import example_of
+from fairpruner.inputs.hugging_face import is_causal
+from fairpruner.inputs.sources import example_for, load_model
+from fairpruner.inputs.text import is_rows
+from fairpruner.terminal import Shown
 
 
 @app.command(epilog="Example: fairpruner discover torchvision:resnet18 --skip layer4")

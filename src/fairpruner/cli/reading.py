@@ -12,12 +12,12 @@ from typing import Annotated, Any
 import typer
 from torch import nn
 
-from ..errors import FairprunerError
-from ..inputs.datasets import Preprocessing, Sampling, load_data
-from ..inputs.hugging_face import is_source, place_of, tokenizer_of
-from ..inputs.sources import transform_of
-from ..inputs.text import Columns, is_rows, load_text
-from .common import BatchSize, parse_floats, parse_names
+from fairpruner.cli.common import BatchSize, parse_floats, parse_names
+from fairpruner.errors import FairprunerError
+from fairpruner.inputs.datasets import Preprocessing, Sampling, load_data
+from fairpruner.inputs.hugging_face import is_source, place_of, tokenizer_of
+from fairpruner.inputs.sources import transform_of
+from fairpruner.inputs.text import Columns, is_rows, load_text
 
 Data = typer.Option(
     help="A folder of class subfolders of images, an .npz with x and y, a .jsonl or .csv of texts, or package.module:FUNCTION or file.py:FUNCTION that returns batches."

@@ -8,11 +8,10 @@ from typing import Annotated
 import typer
 
 import fairpruner as fp
-
-from ..plots import FIGURES, draw
-from ..tables import Shown
-from ..types import Scores
-from .common import AsJson, Force, Latency, Protection, Removal, app, check_room, show
+from fairpruner.cli.common import AsJson, Force, Latency, Protection, Removal, app, check_room, show
+from fairpruner.core.scores import Scores
+from fairpruner.reporting.plots import FIGURES, draw
+from fairpruner.terminal import Shown
 
 
 @app.command(epilog="Example: fairpruner report scores.safetensors --plan plan.json -o report.html")

@@ -7,16 +7,16 @@ from typing import Any
 
 from torch import nn
 
-from ..calling import check_has_numbers
-from ..errors import FairprunerError
-from ..experts import expert_blocks, plain_experts, unsupported_experts
-from ..fingerprint import fingerprint
-from ..types import CostModel, Spaces, UnitSpace
-from .assemble import as_data_flows, assemble, cost_model
-from .couple import couple
-from .routed import aligned, expert_space
-from .trace import trace
-from .verify import verify
+from fairpruner.core.spaces import CostModel, Spaces, UnitSpace
+from fairpruner.discovery.assemble import as_data_flows, assemble, cost_model
+from fairpruner.discovery.couple import couple
+from fairpruner.discovery.routed import aligned, expert_space
+from fairpruner.discovery.trace import trace
+from fairpruner.discovery.verify import verify
+from fairpruner.errors import FairprunerError
+from fairpruner.models.calling import check_has_numbers
+from fairpruner.models.experts import expert_blocks, plain_experts, unsupported_experts
+from fairpruner.models.fingerprint import fingerprint
 
 
 def discover(model: nn.Module, example: Any, *, kinds: Sequence[str] | None = None, skip: Sequence[str] = ()) -> Spaces:

@@ -8,10 +8,11 @@ from dataclasses import replace
 import numpy as np
 from torch import nn
 
-from ..types import CostModel, Count, Factor, Ints, Kind, Role, Slice, Term, UnitSpace
-from .attributes import head_counts
-from .ids import Classes, Use
-from .trace import Counted, Trace
+from fairpruner.core.arrays import Ints
+from fairpruner.core.spaces import CostModel, Count, Factor, Kind, Role, Slice, Term, UnitSpace
+from fairpruner.discovery.attributes import head_counts
+from fairpruner.discovery.ids import Classes, Use
+from fairpruner.discovery.trace import Counted, Trace
 
 
 def assemble(trace: Trace, model: nn.Module) -> tuple[list[UnitSpace], dict[str, str]]:

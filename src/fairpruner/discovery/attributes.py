@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 from torch import nn
 
-from ..types import Count, Ints, UnitSpace
+from fairpruner.core.arrays import Ints
+from fairpruner.core.spaces import Count, UnitSpace
 
 # Attributes that count heads: their value is a multiple of the number of units.
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nhead", "num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads")

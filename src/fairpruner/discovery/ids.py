@@ -9,7 +9,7 @@ from enum import IntFlag
 import numpy as np
 import torch
 
-from ..types import Ints
+from fairpruner.core.arrays import Ints
 
 NONE = 0  # the id of elements that belong to no unit
 

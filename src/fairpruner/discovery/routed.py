@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..calling import call, evaluating
-from ..experts import SIZES, ExpertBlock, is_route
-from ..surgery import cut_units
-from ..tod import removal_order
-from ..types import Count, Role, Slice, UnitSpace
+from fairpruner.core.spaces import Count, Role, Slice, UnitSpace
+from fairpruner.core.tod import removal_order
+from fairpruner.models.calling import call, evaluating
+from fairpruner.models.experts import SIZES, ExpertBlock, is_route
+from fairpruner.models.narrowing import cut_units
 
 ROW = 8  # numbers of two bytes that are 16 bytes, the least that those kernels take
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..types import Ints
-from .ids import NONE, Ids, Use, as_ids, squash
+from fairpruner.core.arrays import Ints
+from fairpruner.discovery.ids import NONE, Ids, Use, as_ids, squash
 
 Layer = torch.Tensor
 

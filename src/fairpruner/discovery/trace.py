@@ -15,11 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..calling import call_checked, evaluating, tensors_of
-from ..types import Ints, UnitSpace
-from .ids import Classes, Ids, Slot, Use, as_ids
-from .rules import Call, rule_for
-from .shadow import EMPTY, Algebra, Layer, Shadow, extent
+from fairpruner.core.arrays import Ints
+from fairpruner.core.spaces import UnitSpace
+from fairpruner.discovery.ids import Classes, Ids, Slot, Use, as_ids
+from fairpruner.discovery.rules import Call, rule_for
+from fairpruner.discovery.shadow import EMPTY, Algebra, Layer, Shadow, extent
+from fairpruner.models.calling import call_checked, evaluating, tensors_of
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from ..calling import call, evaluating, tensors_of
-from ..surgery import Change, copy_with, cut_units, mask_units
-from ..tod import removal_order
-from ..types import Ints, UnitSpace
+from fairpruner.core.arrays import Ints
+from fairpruner.core.spaces import UnitSpace
+from fairpruner.core.tod import removal_order
+from fairpruner.models.calling import call, evaluating, tensors_of
+from fairpruner.models.narrowing import Change, copy_with, cut_units, mask_units
 
 # A right cut differs by rounding alone. float32 is fast and settles nearly all; what it does not settle float64 decides;
 # a model that runs in neither is tried in its own type.

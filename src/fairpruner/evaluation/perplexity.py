@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..calling import evaluating
-from ..errors import FairprunerError
+from fairpruner.errors import FairprunerError
+from fairpruner.models.calling import evaluating
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from ..calling import evaluating
-from ..errors import FairprunerError, unknown
-from ..inputs.datasets import choose
-from ..inputs.text import Row
-from .tasks import TASKS, Task
-from .unseen import check_unseen
+from fairpruner.errors import FairprunerError, unknown
+from fairpruner.evaluation.tasks import TASKS, Task
+from fairpruner.evaluation.unseen import check_unseen
+from fairpruner.inputs.datasets import choose
+from fairpruner.inputs.text import Row
+from fairpruner.models.calling import evaluating
 
 
 @dataclass(frozen=True)

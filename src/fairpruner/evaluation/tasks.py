@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import FairprunerError, unknown
-from ..inputs.text import Row, read_rows
+from fairpruner.errors import FairprunerError, unknown
+from fairpruner.inputs.text import Row, read_rows
 
 LETTERS = "ABCDEFGHIJ"
 

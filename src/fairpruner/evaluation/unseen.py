@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..errors import FairprunerError
-from ..inputs.text import Row, read_rows
+from fairpruner.errors import FairprunerError
+from fairpruner.inputs.text import Row, read_rows
 
 LONG = 80  # characters of a passage that is in two texts by no accident
 

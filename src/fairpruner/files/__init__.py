@@ -1,1 +1,3 @@
-"""Everything on disk: scores, plans, folders of pruned models, and the files of Hugging Face."""
+"""Everything on disk that is a model: folders of pruned models, and the files of Hugging Face."""
+
+PLAN, MODEL, REPORT = "plan.json", "model.safetensors", "report.json"  # the files of a pruned model's folder

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..errors import FairprunerError
+from fairpruner.errors import FairprunerError
 
 State = dict[str, torch.Tensor]
 

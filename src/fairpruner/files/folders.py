@@ -10,17 +10,18 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..costs import count_params
-from ..errors import FairprunerError
-from ..inputs.hugging_face import is_model, is_source, pretrained
-from ..inputs.sources import factory_of
-from ..surgery import cut, kept_indices
-from ..types import Plan
-from .checkpoint_layout import as_in_files
-from .encoding import Json, digest, plan_to_json, readable
-from .pretrained_files import CONFIG, PRETRAINED_FILES, write_pretrained_files
-from .shards import INDEX, SHARD, parse_size, shard_files, write_shards
-from .storage import MODEL, PLAN, REPORT, VERSION, load_plan, read_tensors, write_plan, write_tensors, written_whole
+from fairpruner.core.plan import Plan
+from fairpruner.core.sealed import VERSION, Json, digest, read_tensors, readable, write_tensors, written_whole
+from fairpruner.errors import FairprunerError
+from fairpruner.files import MODEL, PLAN, REPORT
+from fairpruner.files.checkpoint_layout import as_in_files
+from fairpruner.files.pretrained_files import CONFIG, PRETRAINED_FILES, write_pretrained_files
+from fairpruner.files.shards import INDEX, SHARD, parse_size, shard_files, write_shards
+from fairpruner.inputs.hugging_face import is_model, is_source, pretrained
+from fairpruner.inputs.sources import factory_of
+from fairpruner.models.counting import count_params
+from fairpruner.models.narrowing import kept_indices
+from fairpruner.surgery import cut
 
 README = "README.md"
 SHARD_SIZE = "5GB"
@@ -62,7 +63,7 @@ def load(folder: str | Path, build: Callable[[], nn.Module] | str | None = None)
     See `save` for an example.
     """
     folder = Path(folder)
-    plan = load_plan(folder / PLAN)
+    plan = Plan.load(folder / PLAN)
     files = shard_files(folder) or [folder / MODEL]
     if (folder / CONFIG).is_file():
         parts = [_read(file, plan, folder) for file in files]
@@ -99,7 +100,7 @@ def new_folder(folder: str | Path) -> Iterator[Path]:
 
 def write_papers(small: nn.Module, plan: Plan, folder: Path, build: str | None) -> None:
     """Write all that a folder holds besides tensors; those of the model are not looked at, only their shapes."""
-    write_plan(plan, folder / PLAN)
+    plan.save(folder / PLAN)
     (folder / REPORT).write_text(readable(_report(small, plan)) + "\n", encoding="utf-8")
     served = write_pretrained_files(small, plan, folder, build) if is_model(small) else None
     (folder / README).write_text(_readme(small, plan, build, served), encoding="utf-8")
@@ -107,7 +108,7 @@ def write_papers(small: nn.Module, plan: Plan, folder: Path, build: str | None) 
 
 def seal(plan: Plan) -> Json:
     """What ties the tensors of a folder to its plan."""
-    return {"plan": digest(plan_to_json(plan))}
+    return {"plan": digest(plan.to_json())}
 
 
 def _restore_types(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -188,7 +189,7 @@ def _check_is_cut(model: nn.Module, plan: Plan) -> None:
 
 
 def _report(small: nn.Module, plan: Plan) -> Json:
-    content = plan_to_json(plan)
+    content = plan.to_json()
     spaces = [{"name": s.name, "kind": s.kind, "size": s.size, "kept": s.size - plan.depths[s.name]} for s in plan.spaces]
     facts = {key: content[key] for key in ("rule", "alpha", "exact", "original", "predicted")}
     return {"format": "fairpruner report", "version": VERSION, **facts, "measured": {"params": count_params(small)}, "spaces": spaces}

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..attention import STAND_INS
-from ..inputs.hugging_face import auto_classes, is_source, local_file, place_of
-from ..types import Plan
-from . import pruned_modeling
+from fairpruner.core.plan import Plan
+from fairpruner.inputs import pruned_modeling
+from fairpruner.inputs.hugging_face import auto_classes, is_source, local_file, place_of
+from fairpruner.models.attention import STAND_INS
 
 CONFIG, GENERATION, CODE = "config.json", "generation_config.json", "modeling_pruned.py"
 PREPROCESSING_FILES = (

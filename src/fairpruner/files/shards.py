@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from ..errors import FairprunerError
-from .encoding import Json, readable
-from .storage import MODEL, write_tensors
+from fairpruner.core.sealed import Json, readable, write_tensors
+from fairpruner.errors import FairprunerError
+from fairpruner.files import MODEL
 
 INDEX = "model.safetensors.index.json"
 SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")

@@ -12,14 +12,16 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ..errors import FairprunerError
-from ..inputs.hugging_face import PREFIX, architecture, local_file
-from ..surgery import cut, kept_indices
-from ..types import Ints, Plan
-from .checkpoint_layout import Part, as_in_files, parts_of
-from .folders import SHARD_SIZE, new_folder, seal, write_papers
-from .pretrained_files import GENERATION
-from .shards import parse_size, shard_files, write_shards
+from fairpruner.core.arrays import Ints
+from fairpruner.core.plan import Plan
+from fairpruner.errors import FairprunerError
+from fairpruner.files.checkpoint_layout import Part, as_in_files, parts_of
+from fairpruner.files.folders import SHARD_SIZE, new_folder, seal, write_papers
+from fairpruner.files.pretrained_files import GENERATION
+from fairpruner.files.shards import parse_size, shard_files, write_shards
+from fairpruner.inputs.hugging_face import PREFIX, architecture, local_file
+from fairpruner.models.narrowing import kept_indices
+from fairpruner.surgery import cut
 
 Kept = Mapping[str, Mapping[int, Ints]]  # tensor -> dim -> the indices that stay
 

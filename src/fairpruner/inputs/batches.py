@@ -1,22 +1,18 @@
-"""Reading calibration data: batches of many forms, the loss on them, and a progress bar."""
+"""Reading calibration data: batches of many forms, and the loss on them."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..calling import call, describe, tensors_of
-from ..errors import FairprunerError
-from .tokens import IGNORED, own_labels, real_tokens, targets_of
+from fairpruner.errors import FairprunerError
+from fairpruner.inputs.tokens import IGNORED, own_labels, real_tokens, targets_of
+from fairpruner.models.calling import call, describe, tensors_of
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -200,29 +196,3 @@ def _token_cross_entropy(logits: Tensor, batch: Batch) -> Tensor:
 
 def _precise(logits: Tensor) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
-
-
-@contextmanager
-def progress(title: str, data: Iterable[Any]) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr with rate and time left, quiet when it is no terminal; call the yielded function with the samples of each batch."""
-    try:
-        total: int | None = len(data)  # type: ignore[arg-type]
-    except TypeError:
-        total = None
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("batches, {task.fields[rate]:.0f} samples/s,"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task(title, total=total, rate=0.0)
-        seen = 0
-
-        def advance(samples: int) -> None:
-            nonlocal seen
-            seen += samples
-            bar.update(task, advance=1, rate=seen / max(bar.tasks[task].elapsed or 0.0, 1e-9))
-
-        yield advance

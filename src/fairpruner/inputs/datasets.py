@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
-from ..calling import tensors_of
-from ..errors import FairprunerError
-from ..types import Ints
-from .batches import read_batches
-from .sources import Transform, resolve
+from fairpruner.core.arrays import Ints
+from fairpruner.errors import FairprunerError
+from fairpruner.inputs.batches import read_batches
+from fairpruner.inputs.sources import Transform, resolve
+from fairpruner.models.calling import tensors_of
 
 IMAGES = {".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..attention import STAND_INS
-from ..errors import FairprunerError
-from ..files.pruned_modeling import pruned
+from fairpruner.errors import FairprunerError
+from fairpruner.inputs.pruned_modeling import pruned
+from fairpruner.models.attention import STAND_INS
 
 PREFIX = "hf"
 SIDE = 224  # of an image, where a configuration does not tell

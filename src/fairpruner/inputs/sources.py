@@ -19,8 +19,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from ..errors import FairprunerError, unknown
-from . import hugging_face
+from fairpruner.errors import FairprunerError, unknown
+from fairpruner.inputs import hugging_face
 
 Factory = Callable[[], nn.Module]
 Transform = Callable[[Any], torch.Tensor]  # a PIL image -> [3, H, W]

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from ..errors import FairprunerError, unknown
-from ..types import Ints
-from .datasets import Sampling, choose
+from fairpruner.core.arrays import Ints
+from fairpruner.errors import FairprunerError, unknown
+from fairpruner.inputs.datasets import Sampling, choose
 
 Row = Mapping[str, Any]
 Tokenizer = Callable[..., Mapping[str, torch.Tensor]]

@@ -65,10 +65,3 @@ def targets_of(inputs: Any, labels: Tensor) -> Tensor | None:
     if not torch.equal(torch.where(labels == IGNORED, own, labels), own):
         return labels
     return torch.nn.functional.pad(labels[:, 1:].masked_fill(own[:, :-1] == IGNORED, IGNORED), (0, 1), value=IGNORED)
-
-
-def mean_over_tokens(source: Tensor, real: Tensor) -> Tensor:
-    """The mean over the real tokens of each text, [N, T, C] -> [N, C]."""
-    source = source if source.dtype == torch.float64 else source.float()
-    weights = real.to(source) / real.sum(1, keepdim=True).clamp(min=1)  # [N, T]
-    return torch.bmm(weights.unsqueeze(1), source).squeeze(1)

@@ -10,16 +10,16 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..calling import call_checked, evaluating
-from ..costs import count_flops, count_params
-from ..errors import FairprunerError
-from .energy import energy_of
-from .generation import generates, prefill_and_decode
-from .memory import peak_gpu, peak_resident
-from .profiling import latency_table
-from .runtimes import RUNTIMES, check_runtime, prepared
-from .timing import Run, batched, device_of, interleaved, machine, threads_of
-from .values import Measurement, Quantity, Spread, Timing
+from fairpruner.errors import FairprunerError
+from fairpruner.measuring.energy import energy_of
+from fairpruner.measuring.generation import generates, prefill_and_decode
+from fairpruner.measuring.memory import peak_gpu, peak_resident
+from fairpruner.measuring.profiling import latency_table
+from fairpruner.measuring.runtimes import RUNTIMES, check_runtime, prepared
+from fairpruner.measuring.timing import Run, batched, device_of, interleaved, machine, threads_of
+from fairpruner.measuring.values import Measurement, Quantity, Spread, Timing
+from fairpruner.models.calling import call_checked, evaluating
+from fairpruner.models.counting import count_flops, count_params
 
 __all__ = ["RUNTIMES", "Measurement", "Quantity", "Spread", "Timing", "latency_table", "measure"]
 

@@ -7,8 +7,8 @@ import logging
 import time
 from dataclasses import dataclass
 
-from ..errors import FairprunerError
-from .timing import Run
+from fairpruner.errors import FairprunerError
+from fairpruner.measuring.timing import Run
 
 SECONDS = 4.0  # of running, at least: counters tick about once a second
 COUNTERS = ("intel_rapl", "intel_power_gadget", "apple_powermetrics")  # how CodeCarbon calls those of processors; all else is worked out

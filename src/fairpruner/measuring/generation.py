@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..types import Floats
-from .timing import WARM_UP, Clock, device_of, finish
+from fairpruner.core.arrays import Floats
+from fairpruner.measuring.timing import WARM_UP, Clock, device_of, finish
 
 TOKENS = 8  # written in each repeat
 

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..calling import call, tensors_of
-from ..errors import FairprunerError
-from .generation import generates
-from .runtimes import exported
-from .timing import device_of
+from fairpruner.errors import FairprunerError
+from fairpruner.measuring.generation import generates
+from fairpruner.measuring.runtimes import exported
+from fairpruner.measuring.timing import device_of
+from fairpruner.models.calling import call, tensors_of
 
 
 class _Tensors(nn.Module):

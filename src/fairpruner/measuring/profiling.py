@@ -15,18 +15,19 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from ..calling import call, call_checked, evaluating
-from ..costs import Lengths
-from ..discovery.assemble import Accountant
-from ..discovery.trace import trace
-from ..errors import FairprunerError
-from ..fingerprint import fingerprint
-from ..latency import LatencyTable, TimedOp, padded_to
-from ..surgery import cut_units
-from ..tod import removal_order
-from ..types import Floats, Ints, Spaces, Term
-from .runtimes import check_runtime, prepared
-from .timing import batched, device_of, finish, machine, settle_memory, threads_of, timed
+from fairpruner.core.arrays import Floats, Ints
+from fairpruner.core.costs import Lengths
+from fairpruner.core.latency import LatencyTable, TimedOp, padded_to
+from fairpruner.core.spaces import Spaces, Term
+from fairpruner.core.tod import removal_order
+from fairpruner.discovery.assemble import Accountant
+from fairpruner.discovery.trace import trace
+from fairpruner.errors import FairprunerError
+from fairpruner.measuring.runtimes import check_runtime, prepared
+from fairpruner.measuring.timing import batched, device_of, finish, machine, settle_memory, threads_of, timed
+from fairpruner.models.calling import call, call_checked, evaluating
+from fairpruner.models.fingerprint import fingerprint
+from fairpruner.models.narrowing import cut_units
 
 SHARES = (1.0, 0.9, 0.75, 0.6, 0.45, 0.3)  # of every space's units
 MULTIPLES = (1, 8, 16, 32)  # that are tried

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..calling import call, tensors_of
-from ..errors import FairprunerError, unknown
-from .timing import Run, device_of, finish
+from fairpruner.errors import FairprunerError, unknown
+from fairpruner.measuring.timing import Run, device_of, finish
+from fairpruner.models.calling import call, tensors_of
 
 Prepare = Callable[[nn.Module, Any, int], Run]  # model in eval mode, example, threads
 

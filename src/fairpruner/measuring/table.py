@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from rich.console import Group
 
-from ..tables import table_of
-from .values import Measurement, Quantity, Timing
+from fairpruner.measuring.values import Measurement, Quantity, Timing
+from fairpruner.terminal import table_of
 
 
 def _bytes(value: float) -> str:

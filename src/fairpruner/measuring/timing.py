@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..calling import tensors_of
-from ..errors import FairprunerError
-from ..types import Floats
+from fairpruner.core.arrays import Floats
+from fairpruner.errors import FairprunerError
+from fairpruner.models.calling import tensors_of
 
 Run = Callable[[], Any]
 Clock = Callable[[], float]

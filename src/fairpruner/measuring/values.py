@@ -100,7 +100,7 @@ class Measurement:
         return {"format": "fairpruner measurement", "version": 1, **asdict(self)}
 
     def __rich__(self) -> RenderableType:
-        from .table import render
+        from fairpruner.measuring.table import render
 
         return render(self)
 

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..errors import FairprunerError
-from ..files.encoding import Json, digest
-from ..files.storage import read_tensors, write_tensors, written_whole
-from ..fingerprint import fingerprint
+from fairpruner.core.sealed import Json, digest, read_tensors, write_tensors, written_whole
+from fairpruner.errors import FairprunerError
+from fairpruner.models.fingerprint import fingerprint
 
 FILE = "checkpoint.safetensors"
 Tensors = Mapping[str, Tensor]

@@ -13,8 +13,8 @@ import torch
 from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from ..errors import FairprunerError
-from ..inputs.batches import Batch, read_batches
+from fairpruner.errors import FairprunerError
+from fairpruner.inputs.batches import Batch, read_batches
 
 # What a loader is besides its dataset and its order.
 CARRIED = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..inputs.batches import Batch, logits_of
+from fairpruner.inputs.batches import Batch, logits_of
 
 
 @dataclass(frozen=True)

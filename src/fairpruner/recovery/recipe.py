@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from ..calling import describe
-from ..errors import FairprunerError, unknown
-from ..inputs.batches import Batch, Loss, forward, logits_of, mean_loss
+from fairpruner.errors import FairprunerError, unknown
+from fairpruner.inputs.batches import Batch, Loss, forward, logits_of, mean_loss
+from fairpruner.models.calling import describe
 
 MakeOptimizer = Callable[[list[nn.Parameter], "Recipe"], Optimizer]
 Schedule = Callable[[float], float]  # share of the training that is done, in [0, 1) -> factor of the learning rate

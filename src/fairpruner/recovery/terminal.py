@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from .history import Tally
+from fairpruner.recovery.history import Tally
 
 Show = Callable[[int, int, Tally], None]
 

@@ -17,15 +17,25 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast
 from torch import Tensor, nn
 
-from ..errors import FairprunerError
-from ..files.encoding import Json
-from ..inputs.batches import Batch, forward, mean_loss
-from ..surgery import copy_with
-from .checkpoints import FILE, Checkpoint, fill, identity, load_checkpoint, optimizer_state, restore_optimizer, save_checkpoint, tensors_of_model
-from .feeding import COMPUTING, deal, epoch_batches, own_randomness, reseed, steps_of
-from .history import Epoch, Tally
-from .recipe import Recipe, training_loss
-from .terminal import Show, noticing_interrupts, training_bar
+from fairpruner.core.sealed import Json
+from fairpruner.errors import FairprunerError
+from fairpruner.inputs.batches import Batch, forward, mean_loss
+from fairpruner.models.narrowing import copy_with
+from fairpruner.recovery.checkpoints import (
+    FILE,
+    Checkpoint,
+    fill,
+    identity,
+    load_checkpoint,
+    optimizer_state,
+    restore_optimizer,
+    save_checkpoint,
+    tensors_of_model,
+)
+from fairpruner.recovery.feeding import COMPUTING, deal, epoch_batches, own_randomness, reseed, steps_of
+from fairpruner.recovery.history import Epoch, Tally
+from fairpruner.recovery.recipe import Recipe, training_loss
+from fairpruner.recovery.terminal import Show, noticing_interrupts, training_bar
 
 SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 

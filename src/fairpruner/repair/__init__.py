@@ -11,20 +11,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..calling import evaluating
-from ..errors import FairprunerError, unknown
-from ..fingerprint import fingerprint
-from ..inputs.batches import Batch, Loss, forward, mean_loss, progress, read_batches
-from ..types import Plan
-from .arrivals import Sweep
-from .batchnorm import reestimate
-from .experts import refit_experts
-from .folding import fold
-from .merging import merge_experts
-from .notes import Note
-from .regression import choose, choose_mean
-from .sequential import refit
-from .wiring import Wire, find_wires, kept_by_place, tensors_by_name
+from fairpruner.core.plan import Plan
+from fairpruner.errors import FairprunerError, unknown
+from fairpruner.inputs.batches import Batch, Loss, forward, mean_loss, read_batches
+from fairpruner.models.calling import evaluating
+from fairpruner.models.fingerprint import fingerprint
+from fairpruner.repair.arrivals import Sweep
+from fairpruner.repair.batchnorm import reestimate
+from fairpruner.repair.experts import refit_experts
+from fairpruner.repair.folding import fold
+from fairpruner.repair.merging import merge_experts
+from fairpruner.repair.notes import Note
+from fairpruner.repair.regression import choose, choose_mean
+from fairpruner.repair.sequential import refit
+from fairpruner.repair.wiring import Wire, find_wires, kept_by_place, tensors_by_name
+from fairpruner.terminal import progress
 
 __all__ = ["METHODS", "Note", "repair"]
 

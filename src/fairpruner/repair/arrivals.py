@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..calling import tensors_of
-from ..experts import ExpertBlock
-from ..inputs.batches import Batch, forward
-from ..inputs.tokens import counted_rows
-from .products import SUMS
-from .regression import first_half, wide
+from fairpruner.inputs.batches import Batch, forward
+from fairpruner.inputs.tokens import counted_rows
+from fairpruner.models.calling import tensors_of
+from fairpruner.models.experts import ExpertBlock
+from fairpruner.repair.products import SUMS
+from fairpruner.repair.regression import first_half, wide
 
 MOST_HELD = 2**30  # bytes of what reaches a block, so that only the block runs again where it is looked at several times
 

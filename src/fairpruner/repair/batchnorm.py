@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..inputs.batches import Batch, forward
-from .notes import Note
+from fairpruner.inputs.batches import Batch, forward
+from fairpruner.repair.notes import Note
 
 
 def reestimate(small: nn.Module, batches: Iterable[Batch]) -> list[Note]:

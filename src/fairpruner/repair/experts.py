@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..calling import tensors_of
-from ..experts import ExpertBlock, expert_blocks
-from ..routing import Call, watching_experts
-from ..types import Plan
-from .arrivals import Arrival, Arrivals, Sweep, caller_of
-from .notes import NO_EXPERTS, Note
-from .regression import Sums, choose, wide
-from .wiring import Wire
+from fairpruner.core.plan import Plan
+from fairpruner.models.calling import tensors_of
+from fairpruner.models.experts import ExpertBlock, expert_blocks
+from fairpruner.models.routing import Call, watching_experts
+from fairpruner.repair.arrivals import Arrival, Arrivals, Sweep, caller_of
+from fairpruner.repair.notes import NO_EXPERTS, Note
+from fairpruner.repair.regression import Sums, choose, wide
+from fairpruner.repair.wiring import Wire
 
 MOST_FEATURES = 4096  # that are solved for together: the products of all their pairs are held
 ROWS = 8192  # tokens whose features are held at once

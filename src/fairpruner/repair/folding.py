@@ -10,14 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..experts import expert_lists
-from ..inputs.batches import Batch, forward
-from ..observing import positions_of
-from ..types import Ints, Plan, Slice, UnitSpace
-from .notes import ROUTED, UNSEEN, USED_ELSEWHERE, Note
-from .products import Product, Walk
-from .regression import Choice, Sums, first_half, wide
-from .wiring import Wire, kept_by_place, tensors_by_name
+from fairpruner.core.arrays import Ints
+from fairpruner.core.plan import Plan
+from fairpruner.core.spaces import Slice, UnitSpace
+from fairpruner.inputs.batches import Batch, forward
+from fairpruner.models.experts import expert_lists
+from fairpruner.models.observing import positions_of
+from fairpruner.repair.notes import ROUTED, UNSEEN, USED_ELSEWHERE, Note
+from fairpruner.repair.products import Product, Walk
+from fairpruner.repair.regression import Choice, Sums, first_half, wide
+from fairpruner.repair.wiring import Wire, kept_by_place, tensors_by_name
 
 MOST_CHANNELS = 8192  # that one weight reads: more would make the products of all pairs too large
 

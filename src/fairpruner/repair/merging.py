@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from ..calling import tensors_of
-from ..experts import ExpertBlock, expert_blocks, is_route
-from ..types import Plan
-from .arrivals import Arrivals, Sweep, caller_of
-from .notes import NO_EXPERTS, Note
-from .wiring import Wire
+from fairpruner.core.plan import Plan
+from fairpruner.models.calling import tensors_of
+from fairpruner.models.experts import ExpertBlock, expert_blocks, is_route
+from fairpruner.repair.arrivals import Arrivals, Sweep, caller_of
+from fairpruner.repair.notes import NO_EXPERTS, Note
+from fairpruner.repair.wiring import Wire
 
 SHARES = (0.0, 0.1, 0.2, 0.35, 0.5, 1.0)  # of the way; all of it is mostly too far, since two experts have little in common
 

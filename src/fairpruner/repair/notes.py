@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from .regression import Choice
+from fairpruner.repair.regression import Choice
 
 UNSEEN = "no convolution or matrix product was seen to use it as it is"
 ROUTED = "it lies inside one of several experts, each called on tokens of its own: 'merge' can mend those"

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from ..inputs.tokens import counted_rows
-from ..observing import READERS
-from ..types import Ints
+from fairpruner.core.arrays import Ints
+from fairpruner.inputs.tokens import counted_rows
+from fairpruner.models.observing import READERS
 
 _LINEAR = ("input", "weight", "bias")
 _CONV = (*_LINEAR, "stride", "padding", "dilation", "groups")

@@ -16,13 +16,14 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ..experts import expert_lists
-from ..inputs.batches import Batch, forward
-from ..types import Ints, Plan
-from .notes import ROUTED, UNSEEN, USED_ELSEWHERE, Note
-from .products import Product, Walk
-from .regression import Choice, Fit, Sums, choose, first_half
-from .wiring import Offset, Sum, Wire, kept_by_place, straight_line, tensors_by_name
+from fairpruner.core.arrays import Ints
+from fairpruner.core.plan import Plan
+from fairpruner.inputs.batches import Batch, forward
+from fairpruner.models.experts import expert_lists
+from fairpruner.repair.notes import ROUTED, UNSEEN, USED_ELSEWHERE, Note
+from fairpruner.repair.products import Product, Walk
+from fairpruner.repair.regression import Choice, Fit, Sums, choose, first_half
+from fairpruner.repair.wiring import Offset, Sum, Wire, kept_by_place, straight_line, tensors_by_name
 
 POSITIONS = 32  # rows taken of each sample: neighbours tell little more
 MOST_SUMS = 2**26  # numbers kept at once

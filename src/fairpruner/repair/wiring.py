@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..inputs.batches import Batch, forward
-from ..surgery import kept_indices
-from ..types import Ints, Plan
-from .products import Product, Walk
+from fairpruner.core.arrays import Ints
+from fairpruner.core.plan import Plan
+from fairpruner.inputs.batches import Batch, forward
+from fairpruner.models.narrowing import kept_indices
+from fairpruner.repair.products import Product, Walk
 
 SAMPLES = 4  # of the data that are run to find the wiring
 STRAIGHT = 1e-6  # share of the variance that a channel-wise straight line may leave unexplained by rounding

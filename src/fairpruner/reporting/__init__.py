@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from ..allocation import allocate
-from ..costs import predict
-from ..diagnostics import diagnose
-from ..errors import FairprunerError
-from ..files.storage import PLAN, REPORT
-from ..latency import LatencyTable, check_table
-from ..types import Plan, Scores
-from .facts import Report, SpaceFacts
-from .measured import Measured, measured_from, read_json
+from fairpruner.allocation import allocate
+from fairpruner.allocation.diagnostics import diagnose
+from fairpruner.core.costs import predict
+from fairpruner.core.latency import LatencyTable, check_table
+from fairpruner.core.plan import Plan
+from fairpruner.core.scores import Scores
+from fairpruner.errors import FairprunerError
+from fairpruner.files import PLAN, REPORT
+from fairpruner.reporting.facts import Report, SpaceFacts
+from fairpruner.reporting.measured import Measured, measured_from, read_json
 
 TOLERANCE = 0.1  # that a report of scores alone begins with
 

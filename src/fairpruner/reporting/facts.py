@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..diagnostics import Diagnosis
-from ..errors import FairprunerError
-from ..latency import LatencyTable
-from ..types import Floats, Plan, Scores, Spaces, Term
-from .measured import Measured, check_measured
+from fairpruner.allocation.diagnostics import Diagnosis
+from fairpruner.core.arrays import Floats
+from fairpruner.core.latency import LatencyTable
+from fairpruner.core.plan import Plan
+from fairpruner.core.scores import Scores
+from fairpruner.core.spaces import Spaces, Term
+from fairpruner.errors import FairprunerError
+from fairpruner.reporting.measured import Measured, check_measured
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -97,13 +100,13 @@ class Report:
         }
 
     def __rich__(self) -> RenderableType:
-        from .table import render
+        from fairpruner.reporting.table import render
 
         return render(self)
 
     def save_html(self, path: str | Path) -> None:
         """Write the interactive page: one file that needs no network."""
-        from .page import write
+        from fairpruner.reporting.page import write
 
         write(self, path)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import FairprunerError
+from fairpruner.errors import FairprunerError
 
 Measured = Mapping[str, Mapping[str, float]]  # model -> number -> value: {"cut": {"accuracy": 0.91, "flops": 62e6}}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import json
+from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..files.encoding import Json, latency_to_json, plan_to_json, spaces_to_json
-from ..files.storage import VERSION, written_whole
-from ..tod import conflict_curve, removal_order
-from ..types import Floats, Ints, Plan, Scores, UnitSpace
-from .facts import Report
+from fairpruner.core.arrays import Floats, Ints
+from fairpruner.core.plan import Plan
+from fairpruner.core.scores import Scores
+from fairpruner.core.sealed import VERSION, Json, written_whole
+from fairpruner.core.spaces import UnitSpace
+from fairpruner.core.tod import conflict_curve, removal_order
+from fairpruner.reporting.facts import Report
 
 STYLES = ("uPlot.min.css", "style.css")
 SCRIPTS = ("uPlot.iife.min.js", "allocation.js", "charts.js", "views.js", "main.js")  # each uses those before it
@@ -50,22 +53,20 @@ def _asset(name: str) -> str:
 
 def payload(report: Report) -> Json:
     """All that the page computes with: spaces and costs as a plan's file has them, rankings and their conflict curves."""
-    from .. import __version__
-
     plan, scores = report.plan, report.scores
-    content = plan_to_json(plan)
+    content = plan.to_json()
     del content["spaces"]
     return {
         "title": report.title,
-        "version": __version__,
+        "version": version("fairpruner"),
         "file": {"format": "fairpruner plan", "version": VERSION},
-        "spaces": spaces_to_json(plan.spaces if scores is None else scores.spaces),
+        "spaces": (plan.spaces if scores is None else scores.spaces).to_json(),
         "plan": content,
         "signals": dict(report.signals),
         "scored": None if scores is None else [_ranking(scores, s, removal_order(scores.removal[s.name], s.groups)) for s in scores.spaces],
         "given": _given(plan, scores),
         "stability": None if report.diagnosis is None else [[row.removal_stability, row.protection_stability] for row in report.diagnosis.spaces],
-        "latency": None if report.latency is None else latency_to_json(report.latency),
+        "latency": None if report.latency is None else report.latency.to_json(),
         "measured": {model: dict(numbers) for model, numbers in report.measured.items()},
     }
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from rich.console import Group, RenderableType
 
-from ..tables import amount, describe_plan, table_of
-from .facts import Report
+from fairpruner.core.plan import describe_plan
+from fairpruner.reporting.facts import Report
+from fairpruner.terminal import amount, table_of
 
 
 def render(report: Report) -> Group:

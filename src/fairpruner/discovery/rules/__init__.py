@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from .call import Call, Rule, fresh, unknown
-from .contracting import attention, convolution, matmul
-from .mixing import batch_norm, elementwise, gathered, glu, group_norm, layer_norm, pooling, reduction
-from .moving import copied, embedding, movement, restrided, to_complex, to_real, unchanged
+from fairpruner.discovery.rules.call import Call, Rule, fresh, unknown
+from fairpruner.discovery.rules.contracting import attention, convolution, matmul
+from fairpruner.discovery.rules.mixing import batch_norm, elementwise, gathered, glu, group_norm, layer_norm, pooling, reduction
+from fairpruner.discovery.rules.moving import copied, embedding, movement, restrided, to_complex, to_real, unchanged
 
 __all__ = ["Call", "rule_for"]
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_flatten
 
-from ..ids import Ids, Use
-from ..shadow import EMPTY, Algebra, Layer, Shadow
+from fairpruner.discovery.ids import Ids, Use
+from fairpruner.discovery.shadow import EMPTY, Algebra, Layer, Shadow
 
 if TYPE_CHECKING:
-    from ..trace import Tracer
+    from fairpruner.discovery.trace import Tracer
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ...types import Ints
-from ..ids import NONE, Use
-from ..shadow import Layer, Shadow, extent
-from .call import Call, Rule
+from fairpruner.core.arrays import Ints
+from fairpruner.discovery.ids import NONE, Use
+from fairpruner.discovery.rules.call import Call, Rule
+from fairpruner.discovery.shadow import Layer, Shadow, extent
 
 FIXED = "meets a size that the model's input or code fixes"
 Layers = tuple[Layer, ...]

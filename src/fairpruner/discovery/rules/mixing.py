@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ..shadow import Shadow, extent
-from .call import Call, Rule, unknown
-from .moving import is_whole
+from fairpruner.discovery.rules.call import Call, Rule, unknown
+from fairpruner.discovery.rules.moving import is_whole
+from fairpruner.discovery.shadow import Shadow, extent
 
 
 def elementwise(call: Call) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from ..ids import NONE, Use
-from ..shadow import Layer, Shadow
-from .call import Call, unknown
+from fairpruner.discovery.ids import NONE, Use
+from fairpruner.discovery.rules.call import Call, unknown
+from fairpruner.discovery.shadow import Layer, Shadow
 
 
 def movement(call: Call) -> None:

@@ -1,0 +1,63 @@
+"""How much of which metric a plan keeps."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from fairpruner.errors import FairprunerError, unknown
+
+Metric = Literal["units", "params", "flops", "bytes", "experts", "latency", "latency_ms"]
+METRICS: tuple[Metric, ...] = ("units", "params", "flops")  # of every plan
+BUDGETS: tuple[Metric, ...] = (*METRICS, "bytes", "experts", "latency", "latency_ms")
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much of a metric is kept: a float is a share of the original, an int a count; latency is a share, latency_ms milliseconds.
+
+    >>> Budget("flops", 0.5).target(125_000_000)
+    62500000.0
+    """
+
+    metric: Metric
+    amount: float | int
+
+    def __post_init__(self) -> None:
+        if self.metric not in BUDGETS:
+            raise unknown("metric", self.metric, BUDGETS)
+        amount = self.amount
+        if isinstance(amount, (bool, np.bool_)) or not isinstance(amount, (int, float, np.integer, np.floating)):
+            raise FairprunerError(f"Budget {self.metric} keep={amount!r} is a {type(amount).__name__}, expected a float share or an int count.")
+        if self.metric == "latency_ms":
+            if not 0 < amount < math.inf:
+                raise FairprunerError(f"Budget latency_ms keep={amount:g} is no time, expected milliseconds above 0.")
+            return
+        if self.metric == "latency" and not (isinstance(amount, (float, np.floating)) and 0 < amount <= 1):
+            raise FairprunerError(f"Budget latency keep={amount:g} is not a share in (0, 1]; for milliseconds, write latency_ms.")
+        if isinstance(amount, (float, np.floating)) and not (0 < amount <= 1):
+            raise FairprunerError(
+                f"Budget {self.metric} keep={amount:g} is not a share in (0, 1]; write an int (for example {max(1, math.ceil(amount)) if math.isfinite(amount) else 1}) to keep a count."
+            )
+        if isinstance(amount, (int, np.integer)) and amount < 1:
+            raise FairprunerError(f"Budget {self.metric} keep={amount} keeps nothing, expected a count of at least 1.")
+
+    @property
+    def is_share(self) -> bool:
+        return self.metric != "latency_ms" and isinstance(self.amount, (float, np.floating))
+
+    @property
+    def counted_in(self) -> Metric:
+        """The metric that the target is an amount of."""
+        return "latency_ms" if self.metric == "latency" else self.metric
+
+    def target(self, original: float) -> float:
+        """The amount to keep of `original`, as a count or in milliseconds."""
+        if self.is_share:
+            return float(self.amount) * original
+        if self.amount > original:
+            raise FairprunerError(f"Budget {self.metric} keep={self.amount} is more than the model has ({original:.15g}).")
+        return float(self.amount)

@@ -1,0 +1,137 @@
+"""A latency table: how long each operation of one model takes at any widths, on one machine, batch size and runtime.
+
+An operation's milliseconds are a fixed part, a part that follows its multiply-accumulates, and one for each of its axes that
+follows the axis' length, as norms and activations do. Every length counts as its next multiple of `multiple`, as hardware
+computes it, and lengths that are no multiple may cost an extra share of the work.
+The whole model is not put together but known: its tensors may be just large enough to cost extra, and all shares refer to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from operator import index
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fairpruner.core.arrays import Floats, Ints
+from fairpruner.core.sealed import Json, read_json, understanding, write_json
+from fairpruner.core.spaces import Factor, Spaces
+from fairpruner.errors import FairprunerError
+
+
+@dataclass(frozen=True)
+class TimedOp:
+    """Milliseconds of one operation and of all that follows until the next, at full widths."""
+
+    factors: tuple[int, ...]  # positions in LatencyTable.factors: the axes it multiplies
+    fixed: float
+    work: float  # shrinks with the product of the lengths
+    uneven: float  # besides `work`, where a length is no multiple
+    widths: tuple[float, ...]  # one for each axis: shrinks with its length
+
+    def __post_init__(self) -> None:
+        if min(self.fixed, self.work, self.uneven, *self.widths) < 0 or len(self.widths) != len(self.factors):
+            raise FairprunerError(f"A timed operation takes no negative time, and one for the width of each of its axes, found {self}.")
+
+
+@dataclass(frozen=True, eq=False)
+class LatencyTable:
+    """All operations of a model; saved as one JSON file, which serves every plan."""
+
+    factors: tuple[Factor, ...]
+    ops: tuple[TimedOp, ...]
+    original: float  # milliseconds of the whole model, as measured
+    multiple: int  # of widths: what the machine computes in one go
+    fingerprint: str  # of the model
+    setting: Mapping[str, Any] = field(default_factory=dict)  # batch size, threads, runtime, machine
+    trials: tuple[tuple[float, float], ...] = ()  # (measured, predicted) milliseconds of the cut models it was made from
+
+    def __post_init__(self) -> None:
+        if self.multiple < 1 or not self.ops or not self.original > 0:
+            raise FairprunerError(
+                f"A latency table has operations, a multiple of at least 1 and a time above 0, found {len(self.ops)}, {self.multiple} and {self.original}."
+            )
+        for op in self.ops:
+            if any(not 0 <= f < len(self.factors) for f in op.factors):
+                raise FairprunerError(f"A latency table's operations multiply its own {len(self.factors)} axes, found {op}.")
+
+    def milliseconds(self, lengths: Ints) -> Floats:
+        """Of plans that keep so much of each axis, [F, N] -> [N].
+
+        >>> table = LatencyTable((Factor(32, {}),), (TimedOp((0,), 0.5, 4.0, 1.0, (0.5,)),), original=5.5, multiple=16, fingerprint="")
+        >>> table.milliseconds(np.array([[32, 20, 16, 3]])).tolist()
+        [5.5, 6.0, 2.75, 3.25]
+        """
+        sizes = np.array([factor.size for factor in self.factors], dtype=np.int64)
+        padded, whole = (padded_to(self.multiple, values) for values in (lengths, sizes))
+        ragged = lengths % self.multiple != 0
+        parts = np.zeros((len(self.ops), lengths.shape[1]))
+        for row, op in zip(parts, self.ops, strict=True):
+            axes = list(op.factors)
+            share = padded[axes].prod(axis=0) / whole[axes].prod()
+            row[:] = op.fixed + np.where(ragged[axes].any(axis=0), op.work + op.uneven, op.work) * share
+            for f, width in zip(axes, op.widths, strict=True):
+                row += width * (padded[f] / whole[f])
+        total = np.cumsum(parts, axis=0)[-1]  # one after the other, as the report's page adds them
+        return np.where((lengths == sizes[:, None]).all(axis=0), self.original, total)
+
+    @property
+    def misses(self) -> Floats:
+        """By which share predictions missed the models that the table was made from, [trials]."""
+        trials: Floats = np.array(self.trials).reshape(-1, 2)
+        return trials[:, 1] / trials[:, 0] - 1
+
+    def save(self, path: str | Path) -> None:
+        """Write the table to one readable JSON file."""
+        write_json(path, "latency table", self.to_json())
+
+    @staticmethod
+    def load(path: str | Path) -> LatencyTable:
+        """Read what `save` wrote."""
+        content = read_json(path, "latency table")
+        with understanding(path):
+            return LatencyTable.from_json(content)
+
+    def to_json(self) -> Json:
+        """What a person wants to read comes first."""
+        return {
+            "setting": dict(self.setting),
+            "original": self.original,
+            "multiple": self.multiple,
+            "trials": [list(trial) for trial in self.trials],
+            "fingerprint": self.fingerprint,
+            "ops": [[list(op.factors), op.fixed, op.work, op.uneven, list(op.widths)] for op in self.ops],
+            "factors": [factor.to_json() for factor in self.factors],
+        }
+
+    @staticmethod
+    def from_json(content: Mapping[str, Any]) -> LatencyTable:
+        """What `to_json` was given."""
+        return LatencyTable(
+            factors=tuple(Factor.from_json(f) for f in content["factors"]),
+            ops=tuple(
+                TimedOp(tuple(map(index, factors)), float(fixed), float(work), float(uneven), tuple(map(float, widths)))
+                for factors, fixed, work, uneven, widths in content["ops"]
+            ),
+            original=float(content["original"]),
+            multiple=index(content["multiple"]),
+            fingerprint=content["fingerprint"],
+            setting=content["setting"],
+            trials=tuple((float(measured), float(predicted)) for measured, predicted in content["trials"]),
+        )
+
+
+def padded_to(multiple: int, lengths: Ints) -> Ints:
+    """Lengths rounded up to a multiple."""
+    return -(-lengths // multiple) * multiple
+
+
+def check_table(table: LatencyTable, spaces: Spaces) -> None:
+    """Refuse a table of another model."""
+    if table.fingerprint != spaces.fingerprint:
+        raise FairprunerError(
+            f"The latency table belongs to another model: it has the fingerprint {table.fingerprint}, expected {spaces.fingerprint}. Measure the model that was scored."
+        )

@@ -1,0 +1,115 @@
+"""A plan: which units of every space are removed, and what the smaller model costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import index
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fairpruner.core.budget import METRICS
+from fairpruner.core.costs import predict
+from fairpruner.core.sealed import Json, read_json, understanding, write_json
+from fairpruner.core.spaces import Spaces
+from fairpruner.errors import FairprunerError
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Which units go, from every space, and what the smaller model will cost: enough for `cut`, with no scores."""
+
+    spaces: Spaces
+    removed: Mapping[str, tuple[int, ...]]  # space -> unit indices, in removal order
+    alpha: float | None  # None: not made by the ToD rule
+    rule: str
+    exact: bool  # the last few units were chosen to hit a count, so ToD <= alpha may not hold
+    predicted: Mapping[str, float]  # metric -> kept count, or milliseconds
+    original: Mapping[str, float]
+
+    def __post_init__(self) -> None:
+        if set(self.removed) != set(self.spaces.names):
+            raise FairprunerError(f"The plan removes from the spaces {sorted(self.removed)}, expected {sorted(self.spaces.names)}.")
+        for space in self.spaces:
+            units = self.removed[space.name]
+            if len(set(units)) != len(units) or any(not 0 <= u < space.size for u in units):
+                raise FairprunerError(f"The plan's units of space {space.name!r} must be distinct and in [0, {space.size}), found {units}.")
+            if space.size - len(units) < space.min_keep:
+                raise FairprunerError(f"The plan keeps {space.size - len(units)} units of space {space.name!r}, expected at least {space.min_keep}.")
+            lost = np.bincount(np.array(units, dtype=np.int64) * space.groups // space.size, minlength=space.groups)
+            if (lost != lost[0]).any():
+                raise FairprunerError(f"The plan removes {lost.tolist()} units from the groups of space {space.name!r}, expected equally many from each.")
+
+    @property
+    def depths(self) -> dict[str, int]:
+        return {name: len(units) for name, units in self.removed.items()}
+
+    def share(self, metric: str) -> float:
+        """The kept share of a metric."""
+        return self.predicted[metric] / (self.original[metric] or 1)
+
+    @staticmethod
+    def removing(spaces: Spaces, removed: Mapping[str, Sequence[int]]) -> Plan:
+        """A plan that removes just these units, chosen by the caller; spaces not named stay whole."""
+        strange = [name for name in removed if name not in spaces.names]
+        if strange:
+            spaces[strange[0]]
+        units = {name: tuple(int(u) for u in removed.get(name, ())) for name in spaces.names}
+        return Plan(spaces, units, None, "given", False, predict(spaces, units), predict(spaces, {}))
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan to one readable JSON file, which is enough for `cut`."""
+        write_json(path, "plan", self.to_json())
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Read a plan; one without a digest was written or edited by hand, and what it costs is worked out anew."""
+        content = read_json(path, "plan")
+        with understanding(path):
+            return Plan.from_json(content, edited=content.get("digest") is None)
+
+    def to_json(self) -> Json:
+        """The plan with its spaces: what a person wants to read comes first."""
+        return {
+            "rule": self.rule,
+            "alpha": None if self.alpha is None else float(self.alpha),
+            "exact": bool(self.exact),
+            "original": {metric: _plain(amount) for metric, amount in self.original.items()},
+            "predicted": {metric: _plain(amount) for metric, amount in self.predicted.items()},
+            "removed": {name: [int(unit) for unit in units] for name, units in self.removed.items()},
+            "spaces": self.spaces.to_json(),
+        }
+
+    @staticmethod
+    def from_json(content: Mapping[str, Any], *, edited: bool) -> Plan:
+        """A plan again; if it was `edited` by hand, what it costs is worked out anew from its spaces."""
+        spaces = Spaces.from_json(content["spaces"])
+        removed = {name: tuple(map(index, units)) for name, units in content["removed"].items()}
+        return Plan(
+            spaces=spaces,
+            removed=removed,
+            alpha=content["alpha"],
+            rule=content["rule"],
+            exact=content["exact"],
+            predicted=predict(spaces, removed) if edited else content["predicted"],
+            original=predict(spaces, {}) if edited else content["original"],
+        )
+
+
+def _plain(amount: float) -> float:
+    """Milliseconds may have decimals, counts have none."""
+    return float(amount) if isinstance(amount, (float, np.floating)) else int(amount)
+
+
+def plan_facts(plan: Plan) -> dict[str, Any]:
+    """A plan's numbers without its units."""
+    shares = {metric: plan.share(metric) for metric in plan.predicted}
+    return {"rule": plan.rule, "alpha": plan.alpha, "exact": plan.exact, "original": dict(plan.original), "predicted": dict(plan.predicted), "share": shares}
+
+
+def describe_plan(plan: Plan) -> str:
+    """The rule, the tolerance and the kept shares, in one line."""
+    tolerance = "" if plan.alpha is None else f" at tolerance {plan.alpha:.3g}"
+    return f"{plan.rule}{tolerance} keeps " + ", ".join(f"{plan.share(metric):.1%} of {metric}" for metric in METRICS)

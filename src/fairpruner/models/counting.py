@@ -1,0 +1,36 @@
+"""Parameters and FLOPs of a model, counted.
+
+FLOPs are multiply-accumulates (MACs), as the pruning literature counts them: half of what
+`torch.utils.flop_counter` prints.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from fairpruner.models.calling import call, evaluating
+from fairpruner.models.experts import plain_experts
+
+
+def count_params(model: nn.Module) -> int:
+    """The number of parameters, shared ones once.
+
+    >>> count_params(nn.Linear(3, 2))
+    8
+    """
+    return sum(p.numel() for p in model.parameters())
+
+
+def count_flops(model: nn.Module, example: Any) -> int:
+    """MACs of one forward pass over the whole example, in eval mode.
+
+    >>> count_flops(nn.Linear(3, 2), torch.zeros(1, 3))
+    6
+    """
+    with plain_experts(model), evaluating(model), torch.no_grad(), FlopCounterMode(display=False) as counter:
+        call(model, example)
+    return int(counter.get_total_flops()) // 2

@@ -1,0 +1,74 @@
+"""The fused experts of transformers, run by a function of ours that sees every pair of a token and an expert."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import has_torch_function
+
+from fairpruner.models.experts import ExpertBlock
+from fairpruner.models.observing import consumed
+from fairpruner.models.routing.calls import Call, Heard, Visit, gated, logits_in, new_gate, norms
+
+IMPLEMENTATION = "fairpruner"  # the name under which transformers runs our experts during the pass
+
+
+@contextmanager
+def running_fused(fused: Mapping[Any, ExpertBlock], heard: Heard, visit: Visit) -> Iterator[None]:
+    """The fused experts of transformers, called with (hidden [T, H], chosen [T, k], weights [T, k]), are run by a function of ours."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    def run(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        order = chosen.reshape(-1).argsort(stable=True)  # [P] pairs, those of one expert together
+        expert, token, weight = chosen.reshape(-1)[order], order // chosen.shape[1], weights.reshape(-1)[order]
+        counts = torch.bincount(expert, minlength=len(experts.down_proj)).tolist()
+        gate = new_gate(len(order), hidden)
+        up = gated(_products(experts, "gate_up_proj" if experts.has_gate else "up_proj", hidden[token], counts), gate)  # [P, I or 2 I]
+        inner = experts._apply_gate(up) if experts.has_gate else experts.act_fn(up)  # [P, I]
+        if has_torch_function((inner,)):  # whoever watches hidden units inside the experts sees them in the order of tokens
+            inner = consumed(inner[order.argsort()], experts.down_proj.mT if experts.is_transposed else experts.down_proj)[order]
+        output = gated(_products(experts, "down_proj", inner, counts), gate)  # [P, H]
+        if experts.has_post_expert_norm:
+            output = experts.post_expert_norm(output)
+        output = output * weight[:, None]
+        if experts in fused:
+            block = fused[experts]
+            visit(
+                Call(
+                    block,
+                    len(hidden),
+                    token,
+                    expert,
+                    weight.detach(),
+                    norms(output),
+                    (gate,),
+                    logits_in(heard, block, len(hidden)),
+                    None if experts.has_post_expert_norm else inner.detach(),
+                )
+            )
+        return torch.zeros_like(hidden).index_add(0, token, output.to(hidden.dtype))
+
+    configs = {id(config): config for config in (experts.config for experts in fused)}
+    before = [(config, config._experts_implementation) for config in configs.values()]
+    try:
+        ALL_EXPERTS_FUNCTIONS[IMPLEMENTATION] = run
+        for config, _ in before:
+            config._experts_implementation = IMPLEMENTATION
+        yield
+    finally:
+        for config, implementation in before:
+            config._experts_implementation = implementation
+        del ALL_EXPERTS_FUNCTIONS[IMPLEMENTATION]
+
+
+def _products(experts: Any, name: str, rows: Tensor, counts: Sequence[int]) -> Tensor:
+    """What the experts' matrices make of their rows, [P, in] -> [P, out], the first `counts[0]` rows being those of expert 0."""
+    weights: Tensor = getattr(experts, name)  # [E, out, in], or the other way round
+    biases = getattr(experts, f"{name}_bias") if experts.has_bias else [None] * len(weights)
+    parts = zip(rows.to(weights.dtype).split(counts), weights.mT if experts.is_transposed else weights, biases, strict=True)
+    return torch.cat([F.linear(own, weight, bias) for own, weight, bias in parts if len(own)])

@@ -1,0 +1,76 @@
+"""A router's weight whose rows can be silenced: their logits are -inf, whatever they read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fairpruner.core.spaces import Slice, UnitSpace
+
+# Where rows meet an input, the last dimension of the result is the logits.
+PRODUCTS = frozenset([F.linear, torch.einsum, torch.matmul, torch.mm, torch.addmm, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, Tensor.mm])
+
+
+class SilencedRows(Tensor):
+    """Stands for a router's parameter in a masked model; a copy or another type of it is silenced alike."""
+
+    silenced: Tensor  # [E], true where the logit is -inf
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*args, **(kwargs or {}))
+        rows = next((a for a in (*args, *(kwargs or {}).values()) if isinstance(a, cls)), None)
+        if rows is None or out is rows or not isinstance(out, Tensor):
+            return out
+        if func in PRODUCTS:
+            return out.as_subclass(Tensor).masked_fill(rows.silenced.to(out.device), -math.inf)
+        # What has as many elements is a cast, a copy or a transpose.
+        return _silenced(out, rows.silenced) if out.numel() == rows.numel() else out.as_subclass(Tensor)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        memo[id(self)] = fresh = nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)
+        return fresh
+
+
+def silence(weight: Tensor, rows: Tensor) -> SilencedRows:
+    """A router's weight, [E, width] or [width, E], with some rows, [E], silenced besides those that were before."""
+    return _silenced(weight, rows | weight.silenced if isinstance(weight, SilencedRows) else rows)
+
+
+def _silenced(tensor: Tensor, silenced: Tensor) -> SilencedRows:
+    rows = tensor.as_subclass(SilencedRows)
+    rows.silenced = silenced
+    return rows
+
+
+def close(part: Slice, tensor: Tensor, gone: Tensor) -> Tensor:
+    """A router's tensor with the routes of some experts, true in [E], closed."""
+    if tensor.numel() > part.owner.size:
+        return silence(tensor, gone)
+    # A bias of -inf closes the route also where it is added after the logits became probabilities.
+    return tensor.index_fill(part.dim, gone.nonzero().squeeze(1).to(tensor.device), -math.inf)
+
+
+@contextmanager
+def without_expert(model: nn.Module, space: UnitSpace, unit: int) -> Iterator[None]:
+    """Inside, no token is sent to one expert of the model itself."""
+    places: list[tuple[dict[str, Any], str, Tensor, Slice]] = []
+    for part in space.slices_of("route"):
+        path, _, name = part.tensor.rpartition(".")
+        module = model.get_submodule(path)
+        held: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
+        places.append((held, name, held[name], part))
+    try:
+        for held, name, tensor, part in places:
+            held[name] = close(part, tensor.detach(), torch.from_numpy(part.owner == unit))
+        yield
+    finally:
+        for held, name, tensor, _ in places:
+            held[name] = tensor

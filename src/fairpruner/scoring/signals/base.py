@@ -1,0 +1,225 @@
+"""What a signal is, and the registry that gives signals their names."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, TypeVar
+
+import numpy as np
+from torch import Tensor, nn
+
+from fairpruner.core.arrays import Floats
+from fairpruner.core.scores import check_scores
+from fairpruner.core.spaces import KINDS, Kind, Spaces, UnitSpace
+from fairpruner.errors import FairprunerError, unknown
+from fairpruner.scoring.processes import Processes
+
+Role = Literal["removal", "protection"]
+Need = Literal["activations", "gradients", "gates", "deletions", "routing", "routed_gradients", "routed_losses"]
+
+DENSE: frozenset[Kind] = frozenset({"channel", "hidden", "head"})  # kinds whose units all samples use
+ROUTED: frozenset[Kind] = frozenset({"expert"})
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """What a signal may know before the first sample."""
+
+    model: nn.Module
+    spaces: Spaces
+    role: Role
+    classes: int  # how many to expect
+    seed: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """One batch: its number of samples (for a language model, of predicted tokens), and which half of the data (0 or 1) it belongs to."""
+
+    samples: int
+    half: int
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """A signal's outcome: scores [J] for each space, those of two disjoint halves of the data [2, J], and how they were made."""
+
+    scores: Mapping[str, Floats]
+    halves: Mapping[str, Floats] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Meter:
+    """One signal during one calibration pass; overrides what it asked to be shown."""
+
+    pools_tokens: ClassVar[bool] = False  # of texts, show the mean over the real tokens of each; otherwise every real token is a sample
+
+    def see_activation(self, space: UnitSpace, activation: Tensor, labels: Tensor) -> None:
+        """What the space's consumer reads, [N, J, F], and the labels of the samples, [N]."""
+
+    def see_gradients(self, gradients: Mapping[str, Tensor], step: Step) -> None:
+        """The mean loss's gradient by parameter, for every parameter that a unit owns a part of."""
+
+    def see_gates(self, terms: Mapping[str, Tensor], step: Step) -> None:
+        """For each space, minus the first-order change of each sample's loss as a unit is gated off, [N, J]."""
+
+    def see_deletions(self, loss_change: Callable[[UnitSpace, int], float], step: Step) -> None:
+        """A function that gives the change of the mean loss when one unit of a space is removed."""
+
+    def see_routing(self, tallies: Mapping[str, Mapping[str, Tensor]], step: Step) -> None:
+        """For each space of experts, what the batch's tokens sum up to for each expert, [E]: how many selected it, with what router weight, …"""
+
+    def join(self, processes: Processes) -> None:
+        """Take in what this signal's meters saw in the other processes of a job, so that all hold the same; nothing to do without data."""
+
+    def read(self) -> Reading:
+        """The outcome, asked for once, after the last batch."""
+        raise NotImplementedError
+
+
+class Signal(ABC):
+    """A way to give each unit one number; `start` opens a fresh measurement, so one signal may serve many passes."""
+
+    name: str
+    kinds: ClassVar[frozenset[Kind]] = DENSE  # of the spaces that it can score
+    needs: ClassVar[frozenset[Need]] = frozenset()  # nothing: the weights are enough
+    compares_classes: ClassVar[bool] = False  # labels must be class indices
+
+    @abstractmethod
+    def start(self, task: Task) -> Meter: ...
+
+
+Values = Floats | Tensor | Sequence[float]
+WeightFunction = Callable[[UnitSpace, nn.Module], Values]
+
+
+def as_scores(values: Values, space: UnitSpace, signal: str) -> Floats:
+    """J numbers of any kind as float64 [J], checked."""
+    scores = np.asarray(values.detach().cpu() if isinstance(values, Tensor) else values, dtype=np.float64)
+    check_scores(scores, space, signal)
+    return scores
+
+
+@dataclass(frozen=True)
+class WeightSignal(Signal):
+    """A signal that looks at the weights only: a function of (space, model) that returns J numbers."""
+
+    name: str
+    function: WeightFunction
+    kinds: ClassVar[frozenset[Kind]] = frozenset(KINDS)
+
+    def start(self, task: Task) -> Meter:
+        return _WeightMeter(self, task)
+
+
+class _WeightMeter(Meter):
+    def __init__(self, signal: WeightSignal, task: Task) -> None:
+        self._signal, self._task = signal, task
+
+    def read(self) -> Reading:
+        signal, task = self._signal, self._task
+        return Reading({space.name: as_scores(signal.function(space, task.model), space, signal.name) for space in task.spaces})
+
+
+@dataclass(frozen=True)
+class ActivationSignal(Signal):
+    """A signal that sees the activations: a class built as `kind(space)` with `update(activation, labels)` and `compute()`.
+
+    If the class also has `halves()`, it returns the scores of two disjoint halves of the samples, [2, J].
+    """
+
+    name: str
+    kind: Callable[[UnitSpace], Any]
+    needs: ClassVar[frozenset[Need]] = frozenset({"activations"})
+
+    def start(self, task: Task) -> Meter:
+        return _ActivationMeter(self, task)
+
+
+class _ActivationMeter(Meter):
+    def __init__(self, signal: ActivationSignal, task: Task) -> None:
+        self._name, self._spaces = signal.name, task.spaces
+        self._watchers = {space.name: signal.kind(space) for space in task.spaces}
+
+    def see_activation(self, space: UnitSpace, activation: Tensor, labels: Tensor) -> None:
+        self._watchers[space.name].update(activation, labels)
+
+    def join(self, processes: Processes) -> None:
+        for watcher in self._watchers.values():
+            if not hasattr(watcher, "join"):
+                raise FairprunerError(
+                    f"Signal {self._name!r} saw a part of the data in each of {processes.size} processes: give it a method join(processes), or score in one."
+                )
+            watcher.join(processes)
+
+    def read(self) -> Reading:
+        scores = {space.name: as_scores(self._watchers[space.name].compute(), space, self._name) for space in self._spaces}
+        halves = {name: np.asarray(w.halves(), dtype=np.float64) for name, w in self._watchers.items() if hasattr(w, "halves")}
+        return Reading(scores, halves)
+
+
+_registry: dict[Role, dict[str, Signal]] = {"removal": {}, "protection": {}}
+_built_in: set[tuple[Role, str]] = set()
+Own = TypeVar("Own", bound=Callable[..., Any])
+
+
+def built_in(role: Role, *signals: Signal) -> None:
+    """Register the package's own signals, whose names cannot be taken."""
+    for signal in signals:
+        _registry[role][signal.name] = signal
+        _built_in.add((role, signal.name))
+
+
+def names(role: Role) -> tuple[str, ...]:
+    """The registered signals of a role."""
+    return tuple(_registry[role])
+
+
+def removal_signal(name: str) -> Callable[[Own], Own]:
+    """Register an own removal signal (small = remove first): a function of (space, model), or a class with `update` and `compute`.
+
+    >>> @removal_signal("bias_size")
+    ... def bias_size(space, model):
+    ...     return dict(model.named_parameters())[f"{space.name}.bias"].abs()
+    >>> "bias_size" in names("removal")
+    True
+    """
+    return _decorator("removal", name)
+
+
+def protection_signal(name: str) -> Callable[[Own], Own]:
+    """Register an own protection signal (large = protect), written like a removal signal.
+
+    >>> @protection_signal("largest")
+    ... class Largest:
+    ...     def __init__(self, space):
+    ...         self.value = None
+    ...     def update(self, activation, labels):  # [N, J, F], [N]
+    ...         value = activation.abs().amax((0, 2))
+    ...         self.value = value if self.value is None else self.value.maximum(value)
+    ...     def compute(self):  # [J]
+    ...         return self.value
+    >>> "largest" in names("protection")
+    True
+    """
+    return _decorator("protection", name)
+
+
+def _decorator(role: Role, name: str) -> Callable[[Own], Own]:
+    if (role, name) in _built_in:
+        raise FairprunerError(f"The {role} signal {name!r} is built in: register yours under another name.")
+
+    def register(own: Own) -> Own:
+        _registry[role][name] = ActivationSignal(name, own) if isinstance(own, type) else WeightSignal(name, own)
+        return own
+
+    return register
+
+
+def named(role: Role, name: str) -> Signal:
+    """The signal registered under a name."""
+    if name not in _registry[role]:
+        raise unknown(f"{role} signal", name, _registry[role])
+    return _registry[role][name]

@@ -1,0 +1,200 @@
+"""Protection signals: what the loss would lose with a unit, to first order, to second order, or exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fairpruner.core.arrays import Floats, Ints
+from fairpruner.core.spaces import KINDS, Kind, Spaces, UnitSpace
+from fairpruner.scoring.processes import Processes
+from fairpruner.scoring.signals.base import Meter, Need, Reading, Signal, Step, Task
+
+
+class HalvedMeans:
+    """Means over the samples of several vectors, summed in float64 and for each half of the data apart."""
+
+    def __init__(self) -> None:
+        self._sums: dict[Hashable, Floats] = {}  # [2, size] each
+        self._counts = np.zeros((2, 1))
+
+    def count(self, step: Step) -> None:
+        self._counts[step.half] += step.samples
+
+    def add(self, key: Hashable, total: Tensor, step: Step) -> None:
+        """Add what the samples of a batch sum up to, [size]."""
+        vector = total.to("cpu", torch.float64).numpy()
+        self._sums.setdefault(key, np.zeros((2, vector.size)))[step.half] += vector
+
+    def join(self, processes: Processes) -> None:
+        """Add up what all processes have summed, in the order of ranks, so that all end with the same."""
+        everybody = processes.gathered((self._sums, self._counts))
+        self._counts = np.sum([counts for _, counts in everybody], axis=0)
+        keys = dict.fromkeys(key for sums, _ in everybody for key in sums)
+        self._sums = {key: np.sum([sums[key] for sums, _ in everybody if key in sums], axis=0) for key in keys}
+
+    def of(self, key: Hashable, size: int) -> Floats:
+        """The mean over all samples, then over each half if both have samples: [1 or 3, size]."""
+        sums = self._sums.get(key, np.zeros((2, size)))
+        whole = sums.sum(0, keepdims=True) / self._counts.sum()
+        return np.concatenate([whole, sums / self._counts]) if self._counts.all() else whole
+
+
+def absolute(means: Mapping[str, Floats]) -> Reading:
+    """Scores from signed means [1 or 3, J]: the absolute value comes last, as in Algorithm 2."""
+    halves = {name: np.abs(rows[1:]) for name, rows in means.items() if len(rows) == 3}
+    return Reading({name: np.abs(rows[0]) for name, rows in means.items()}, halves)
+
+
+@dataclass(frozen=True)
+class Taylor(Signal):
+    """The paper's R-Score (Algorithm 2): |mean over samples of <gradient, weights>| over all parameters of the unit."""
+
+    name: str = "taylor"
+    needs: ClassVar[frozenset[Need]] = frozenset({"gradients"})
+
+    def start(self, task: Task) -> Meter:
+        return _TaylorMeter(task)
+
+
+class _Crossing(NamedTuple):
+    """Elements of one tensor that a unit owns through both dims: they count once."""
+
+    tensor: str
+    rows: Ints  # [n] indices along dim 0
+    columns: Ints  # [n] indices along dim 1
+    units: Ints  # [n]
+
+
+class _TaylorMeter(Meter):
+    def __init__(self, task: Task) -> None:
+        self._spaces = task.spaces
+        self._parameters = dict(task.model.named_parameters(remove_duplicate=False))
+        self._dims: dict[str, set[int]] = {}  # of each tensor, those along which units lie
+        for part in (part for space in task.spaces for part in space.slices if part.tensor in self._parameters):
+            self._dims.setdefault(part.tensor, set()).add(part.dim)
+        self._crossings = {space.name: _crossings(space) for space in task.spaces}
+        self._means = HalvedMeans()
+
+    def see_gradients(self, gradients: Mapping[str, Tensor], step: Step) -> None:
+        self._means.count(step)
+        crossings = [(space, crossing) for space, found in self._crossings.items() for crossing in found]
+        for tensor, dims in self._dims.items():
+            if tensor not in gradients:
+                continue
+            gradient, weight = (_precise(t.detach()) for t in (gradients[tensor], self._parameters[tensor]))
+            product = gradient * weight
+            for dim in dims:
+                # The gradient is that of the mean loss: times the samples, it is the sum over them.
+                self._means.add((tensor, dim), _sums_along(product, dim) * step.samples, step)
+            for space, crossing in crossings:
+                if crossing.tensor == tensor:
+                    shared = product.flatten(2).sum(2) if product.ndim > 2 else product  # [O, I]
+                    self._means.add((space, tensor), shared[crossing.rows, crossing.columns] * step.samples, step)
+
+    def join(self, processes: Processes) -> None:
+        self._means.join(processes)
+
+    def read(self) -> Reading:
+        return absolute({space.name: self._of(space) for space in self._spaces})
+
+    def _of(self, space: UnitSpace) -> Floats:
+        """Signed means of <gradient, weights> of each unit, [1 or 3, J]."""
+        parts = [(self._means.of((p.tensor, p.dim), p.owner.size), p.owner) for p in space.slices if p.tensor in self._parameters]
+        parts += [(-self._means.of((space.name, c.tensor), c.units.size), c.units) for c in self._crossings[space.name]]
+        total: Floats = np.sum([_by_owner(means, owner, space.size) for means, owner in parts], axis=0)
+        return total
+
+
+def _precise(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def _sums_along(product: Tensor, dim: int) -> Tensor:
+    """The sum for each index of a dim, [size]; one dim after the other, which is quicker than all others at once."""
+    if dim:
+        product = product.flatten(0, dim - 1).sum(0)
+    return product.flatten(1).sum(1) if product.ndim > 1 else product
+
+
+def _by_owner(means: Floats, owner: Ints, size: int) -> Floats:
+    """[R, indices] summed to the units that own them, [R, J]."""
+    owned = owner >= 0
+    return np.stack([np.bincount(owner[owned], weights=row[owned], minlength=size) for row in means])
+
+
+def _crossings(space: UnitSpace) -> list[_Crossing]:
+    owners: dict[str, dict[int, Ints]] = {}
+    for part in space.slices:
+        owners.setdefault(part.tensor, {})[part.dim] = part.owner
+    found = []
+    for tensor, by_dim in owners.items():
+        if {0, 1} <= set(by_dim):
+            rows, columns = np.nonzero((by_dim[0][:, None] == by_dim[1]) & (by_dim[1] >= 0))
+            found.append(_Crossing(tensor, rows, columns, by_dim[0][rows]))
+    return found
+
+
+@dataclass(frozen=True)
+class Taylor2(Signal):
+    """Second order about deletion: |-mean c + mean c² / 2|, c the first-order loss change of gating off what consumers read.
+
+    The curvature is the Gauss-Newton one, from each sample's own term.
+    """
+
+    name: str = "taylor2"
+    needs: ClassVar[frozenset[Need]] = frozenset({"gates"})
+
+    def start(self, task: Task) -> Meter:
+        return _Taylor2Meter(task.spaces)
+
+
+class _Taylor2Meter(Meter):
+    def __init__(self, spaces: Spaces) -> None:
+        self._spaces, self._means = spaces, HalvedMeans()
+
+    def see_gates(self, terms: Mapping[str, Tensor], step: Step) -> None:
+        self._means.count(step)
+        for name, term in terms.items():
+            exact = term.to("cpu", torch.float64)  # [N, J]
+            self._means.add(name, (-exact + exact.square() / 2).sum(0), step)
+
+    def join(self, processes: Processes) -> None:
+        self._means.join(processes)
+
+    def read(self) -> Reading:
+        return absolute({space.name: self._means.of(space.name, space.size) for space in self._spaces})
+
+
+@dataclass(frozen=True)
+class Deletion(Signal):
+    """The exact change of the mean loss as each unit is removed alone: one forward for every unit and batch."""
+
+    name: str = "deletion"
+    kinds: ClassVar[frozenset[Kind]] = frozenset(KINDS)
+    needs: ClassVar[frozenset[Need]] = frozenset({"deletions"})
+
+    def start(self, task: Task) -> Meter:
+        return _DeletionMeter(task.spaces)
+
+
+class _DeletionMeter(Meter):
+    def __init__(self, spaces: Spaces) -> None:
+        self._spaces, self._means = spaces, HalvedMeans()
+
+    def see_deletions(self, loss_change: Callable[[UnitSpace, int], float], step: Step) -> None:
+        self._means.count(step)
+        for space in self._spaces:
+            changes = torch.tensor([loss_change(space, unit) for unit in range(space.size)], dtype=torch.float64)
+            self._means.add(space.name, changes * step.samples, step)
+
+    def join(self, processes: Processes) -> None:
+        self._means.join(processes)
+
+    def read(self) -> Reading:
+        return absolute({space.name: self._means.of(space.name, space.size) for space in self._spaces})

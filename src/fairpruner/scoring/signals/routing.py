@@ -1,0 +1,103 @@
+"""Signals for routed experts: how much routers use them, what they add, and what the loss would lose with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from torch import Tensor
+
+from fairpruner.core.arrays import Floats
+from fairpruner.core.spaces import Kind
+from fairpruner.errors import FairprunerError
+from fairpruner.scoring.processes import Processes
+from fairpruner.scoring.signals.base import ROUTED, Meter, Need, Reading, Signal, Step, Task
+from fairpruner.scoring.signals.protection import HalvedMeans, absolute
+
+
+@dataclass(frozen=True)
+class RoutingShare(Signal):
+    """A quantity summed over the tokens for each expert, per another: what `routing.Call.tally` counts, by name."""
+
+    name: str
+    amount: str
+    per: str
+    kinds: ClassVar[frozenset[Kind]] = ROUTED
+    needs: ClassVar[frozenset[Need]] = frozenset({"routing"})
+
+    def start(self, task: Task) -> Meter:
+        return _ShareMeter(self, task)
+
+
+class _ShareMeter(Meter):
+    def __init__(self, signal: RoutingShare, task: Task) -> None:
+        self._signal, self._spaces, self._means = signal, task.spaces, HalvedMeans()
+
+    def see_routing(self, tallies: Mapping[str, Mapping[str, Tensor]], step: Step) -> None:
+        self._means.count(step)
+        for space in self._spaces:
+            for quantity in (self._signal.amount, self._signal.per):
+                if quantity not in tallies[space.name]:
+                    raise FairprunerError(
+                        f"Signal {self._signal.name!r} cannot score space {space.name!r}, whose router does not show its logits: use removal='soft_activation'."
+                    )
+                self._means.add((space.name, quantity), tallies[space.name][quantity], step)
+
+    def join(self, processes: Processes) -> None:
+        self._means.join(processes)
+
+    def read(self) -> Reading:
+        values = {space.name: self._of(space.name, space.size) for space in self._spaces}
+        return Reading({name: rows[0] for name, rows in values.items()}, {name: rows[1:] for name, rows in values.items() if len(rows) == 3})
+
+    def _of(self, space: str, size: int) -> Floats:
+        amount, per = (self._means.of((space, quantity), size) for quantity in (self._signal.amount, self._signal.per))  # [1 or 3, E or 1]
+        return np.divide(amount, per, out=np.zeros_like(amount), where=per > 0)
+
+
+SOFT_ACTIVATION = RoutingShare("soft_activation", "weight", "tokens")
+SOFT_ACTIVATION_ALL = RoutingShare("soft_activation_all", "softmax", "tokens")
+FREQUENCY = RoutingShare("frequency", "selected", "tokens")
+REAP = RoutingShare("reap", "output", "selected")
+
+
+@dataclass(frozen=True)
+class RoutedTaylor(Signal):
+    """The paper's routing-weighted R-Score: |mean over tokens of g <gradient, weights of the expert>|, g the router weight where the expert is used."""
+
+    name: str = "routed_taylor"
+    kinds: ClassVar[frozenset[Kind]] = ROUTED
+    needs: ClassVar[frozenset[Need]] = frozenset({"routed_gradients"})
+    term: ClassVar[str] = "weighted_term"
+
+    def start(self, task: Task) -> Meter:
+        return TermMeter(self.term, task)
+
+
+@dataclass(frozen=True)
+class RoutedTaylorExact(RoutedTaylor):
+    """The same with g at the token whose loss it is, to the letter of the paper's equation: a backward for every position of a text."""
+
+    name: str = "routed_taylor_exact"
+    needs: ClassVar[frozenset[Need]] = frozenset({"routed_losses"})
+    term: ClassVar[str] = "exact_term"
+
+
+class TermMeter(Meter):
+    """The absolute mean of a signed term, summed over the samples of each batch."""
+
+    def __init__(self, term: str, task: Task) -> None:
+        self._term, self._spaces, self._means = term, task.spaces, HalvedMeans()
+
+    def see_routing(self, tallies: Mapping[str, Mapping[str, Tensor]], step: Step) -> None:
+        self._means.count(step)
+        for space in self._spaces:
+            self._means.add(space.name, tallies[space.name][self._term], step)
+
+    def join(self, processes: Processes) -> None:
+        self._means.join(processes)
+
+    def read(self) -> Reading:
+        return absolute({space.name: self._means.of(space.name, space.size) for space in self._spaces})
