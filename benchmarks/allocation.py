@@ -17,7 +17,9 @@ RESNET50_STAGES = ((64, 3, 56), (128, 4, 28), (256, 6, 14), (512, 3, 7))  # widt
 
 
 def resnet50_like() -> Scores:
-    """Every convolution of ResNet-50 and a hidden classifier as a space of its own: 54 spaces of 64 to 2048 units."""
+    """Every convolution of ResNet-50 and a hidden classifier as a space of its own: 54 spaces of 64 to
+    2048 units.
+    """
     sizes, params, flops = [3], [], []
 
     def convolution(source: int, width: int, kernel: int, resolution: int) -> int:
@@ -46,7 +48,10 @@ def scores_of(sizes: list[int], params: list[Term], flops: list[Term]) -> Scores
     """Random scores, removal half following protection, of all axes but the first."""
     rng = np.random.default_rng(0)
     names = {f"s{axis}": size for axis, size in enumerate(sizes) if axis}
-    factors = (Factor(sizes[0], {}), *(Factor(size, {name: np.ones(size, dtype=np.int64)}) for name, size in names.items()))
+    factors = (
+        Factor(sizes[0], {}),
+        *(Factor(size, {name: np.ones(size, dtype=np.int64)}) for name, size in names.items()),
+    )
     items = tuple(UnitSpace(name, "channel", size, slices=()) for name, size in names.items())
     spaces = Spaces(items, {}, CostModel(factors, tuple(params), tuple(flops)), fingerprint="synthetic")
     protection = {name: rng.exponential(size=size) for name, size in names.items()}
@@ -68,7 +73,11 @@ def main() -> None:
     report("100 exact units budgets, rule tod", 1, lambda: sweep(resnet, "units", budgets, exact=True))
     large = wide(100, 10_000)
     report("100 spaces of 10,000 units, tolerance 0.1", 2, lambda: allocate(large, alpha=0.1))
-    report("100 spaces of 10,000 units, half of the params", 2, lambda: allocate(large, keep=Budget("params", 0.5)))
+    report(
+        "100 spaces of 10,000 units, half of the params",
+        2,
+        lambda: allocate(large, keep=Budget("params", 0.5)),
+    )
 
 
 if __name__ == "__main__":

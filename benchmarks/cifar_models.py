@@ -14,7 +14,9 @@ MEAN, STD = (torch.tensor(values).view(3, 1, 1) for values in ((0.485, 0.456, 0.
 
 
 class CifarBlock(nn.Module):
-    """Two 3x3 convolutions; where the width changes, a shortcut that drops every second pixel and pads channels (option A)."""
+    """Two 3x3 convolutions; where the width changes, a shortcut that drops every second pixel and pads
+    channels (option A).
+    """
 
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
@@ -61,18 +63,29 @@ def cifar10(split: str, shared: Path) -> tuple[Tensor, Tensor]:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     images, labels = module.cifar10(split)
-    return (torch.from_numpy(images).permute(0, 3, 1, 2).float() / 255 - MEAN) / STD, torch.from_numpy(labels).long()
+    return (torch.from_numpy(images).permute(0, 3, 1, 2).float() / 255 - MEAN) / STD, torch.from_numpy(
+        labels
+    ).long()
 
 
-def some(data: tuple[Tensor, Tensor], count: int, batch: int = 250, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
+def some(
+    data: tuple[Tensor, Tensor], count: int, batch: int = 250, seed: int = 0
+) -> list[tuple[Tensor, Tensor]]:
     """Batches of `count` samples drawn at random."""
     chosen = torch.randperm(len(data[1]), generator=torch.Generator().manual_seed(seed))[:count]
     return list(zip(data[0][chosen].split(batch), data[1][chosen].split(batch), strict=True))
 
 
 def top1(model: nn.Module, data: tuple[Tensor, Tensor], batch: int = 250) -> float:
-    """Accuracy in percent; the model is frozen first (norms merged into convolutions), which computes the same, faster."""
+    """Accuracy in percent; the model is frozen first (norms merged into convolutions), which computes the
+    same, faster.
+    """
     with torch.no_grad():
-        frozen = torch.jit.optimize_for_inference(torch.jit.freeze(torch.jit.trace(model.eval(), data[0][:batch])))
-        right = sum(int((frozen(x).argmax(1) == y).sum()) for x, y in zip(data[0].split(batch), data[1].split(batch), strict=True))
+        frozen = torch.jit.optimize_for_inference(
+            torch.jit.freeze(torch.jit.trace(model.eval(), data[0][:batch]))
+        )
+        right = sum(
+            int((frozen(x).argmax(1) == y).sum())
+            for x, y in zip(data[0].split(batch), data[1].split(batch), strict=True)
+        )
     return 100 * right / len(data[1])

@@ -1,12 +1,13 @@
-"""Accuracy of pruned CIFAR-10 ResNets without any training: each removal signal and rule, plain and repaired.
+"""Accuracy of pruned CIFAR-10 ResNets without any training: each removal signal and rule, plain and
+repaired.
 
-    python benchmarks/cifar_resnet56.py                 # what benchmarks/results/cifar_resnet56.json does not hold yet
-    python benchmarks/cifar_resnet56.py --again         # all of it, about an hour on one core
-    python benchmarks/cifar_resnet56.py --table         # only put the tables into docs/repair.md
+python benchmarks/cifar_resnet56.py                 # what benchmarks/results/cifar_resnet56.json does not
+hold yet python benchmarks/cifar_resnet56.py --again         # all of it, about an hour on one core python
+benchmarks/cifar_resnet56.py --table         # only put the tables into docs/repair.md
 
-Real weights and images (--shared), 2,000 calibration images of the training set, all 10,000 test images, one thread.
-Inner channels only: the residual stream keeps its width. Times are CPU time, as multiples of one forward pass of the
-original over the calibration images.
+Real weights and images (--shared), 2,000 calibration images of the training set, all 10,000 test images,
+one thread. Inner channels only: the residual stream keeps its width. Times are CPU time, as multiples of
+one forward pass of the original over the calibration images.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ SIGNALS = ("wasserstein", "l1", "fpgm", "reconstruction", "random")
 RULES = ("uniform", "tod", "global")
 BOTH = ("plain", "sequential")
 METHODS = ("plain", "mean", "least_squares", "least_squares+batchnorm", "sequential")
-BUDGETS = (("tod", "wasserstein"), ("global", "reconstruction"))  # the paper's choice, and what does best after repair
+BUDGETS = (
+    ("tod", "wasserstein"),
+    ("global", "reconstruction"),
+)  # the paper's choice, and what does best after repair
 CALIBRATION = 2000
 
 
@@ -49,12 +53,31 @@ def runs() -> Iterator[Run]:
     """Everything to measure, the most telling first; what comes twice is measured once."""
     yield from (Run(56, 0.5, "tod", "wasserstein", repair) for repair in METHODS)
     yield from (
-        Run(56, 0.5, rule, signal, repair) for rule, signal in (("tod", "l1"), ("global", "reconstruction"), ("tod", "reconstruction")) for repair in BOTH
+        Run(56, 0.5, rule, signal, repair)
+        for rule, signal in (("tod", "l1"), ("global", "reconstruction"), ("tod", "reconstruction"))
+        for repair in BOTH
     )
-    yield from (Run(56, keep, rule, signal, repair) for keep in (0.7, 0.3) for rule, signal in BUDGETS for repair in BOTH)
-    yield from (Run(20, keep, rule, signal, repair) for keep in (0.5, 0.7, 0.3) for rule, signal in BUDGETS for repair in BOTH)
-    yield from (Run(56, 0.5, rule, signal, repair) for rule in ("tod", "uniform") for signal in SIGNALS for repair in BOTH)
-    yield from (Run(56, 0.5, "tod", signal, repair) for signal in ("l1", "reconstruction") for repair in METHODS)
+    yield from (
+        Run(56, keep, rule, signal, repair)
+        for keep in (0.7, 0.3)
+        for rule, signal in BUDGETS
+        for repair in BOTH
+    )
+    yield from (
+        Run(20, keep, rule, signal, repair)
+        for keep in (0.5, 0.7, 0.3)
+        for rule, signal in BUDGETS
+        for repair in BOTH
+    )
+    yield from (
+        Run(56, 0.5, rule, signal, repair)
+        for rule in ("tod", "uniform")
+        for signal in SIGNALS
+        for repair in BOTH
+    )
+    yield from (
+        Run(56, 0.5, "tod", signal, repair) for signal in ("l1", "reconstruction") for repair in METHODS
+    )
 
 
 class Bench:
@@ -95,7 +118,9 @@ def _seconds(action: Any) -> float:
 
 
 def measure_all(shared: Path, again: bool) -> None:
-    rows: list[dict[str, Any]] = [] if again or not RESULTS.exists() else json.loads(RESULTS.read_text())["rows"]
+    rows: list[dict[str, Any]] = (
+        [] if again or not RESULTS.exists() else json.loads(RESULTS.read_text())["rows"]
+    )
     done = {Run(*(row[field] for field in Run._fields)) for row in rows}
     benches: dict[int, Bench] = {}
     for run in runs():
@@ -107,7 +132,15 @@ def measure_all(shared: Path, again: bool) -> None:
         rows.append(benches[run.depth].measure(run))
         print(rows[-1], flush=True)
         RESULTS.parent.mkdir(exist_ok=True)
-        text = json.dumps({"command": "python benchmarks/cifar_resnet56.py", "threads": 1, "calibration": CALIBRATION, "rows": rows}, indent=1)
+        text = json.dumps(
+            {
+                "command": "python benchmarks/cifar_resnet56.py",
+                "threads": 1,
+                "calibration": CALIBRATION,
+                "rows": rows,
+            },
+            indent=1,
+        )
         RESULTS.write_text(text + "\n")
 
 
@@ -131,7 +164,10 @@ def tables() -> str:
         ]
         for repair in METHODS
     ]
-    signals = [[signal, *(cell(Run(56, 0.5, rule, signal, repair)) for repair in BOTH for rule in RULES)] for signal in SIGNALS]
+    signals = [
+        [signal, *(cell(Run(56, 0.5, rule, signal, repair)) for repair in BOTH for rule in RULES)]
+        for signal in SIGNALS
+    ]
     budgets = [
         [
             f"ResNet-{depth} ({baseline.get(depth, 0):.2f})",
@@ -145,16 +181,30 @@ def tables() -> str:
         (
             table(["repair", "wasserstein", "l1", "reconstruction", "cost in forward passes"], methods),
             table(["removal signal", *(f"{repair}, {rule}" for repair in BOTH for rule in RULES)], signals),
-            table(["model (top-1 before)", "FLOPs kept", "wasserstein, ToD, plain", "repaired", "reconstruction, global, plain", "repaired"], budgets),
+            table(
+                [
+                    "model (top-1 before)",
+                    "FLOPs kept",
+                    "wasserstein, ToD, plain",
+                    "repaired",
+                    "reconstruction, global, plain",
+                    "repaired",
+                ],
+                budgets,
+            ),
         )
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shared", type=Path, default=Path("../shared"))
     parser.add_argument("--again", action="store_true", help="measure all rows anew")
-    parser.add_argument("--table", action="store_true", help="put the tables into docs/repair.md, measure nothing")
+    parser.add_argument(
+        "--table", action="store_true", help="put the tables into docs/repair.md, measure nothing"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", category=DeprecationWarning)  # torch.jit

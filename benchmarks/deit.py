@@ -2,9 +2,10 @@
 
     python benchmarks/deit.py --shared ../shared      # about 6 minutes on two calm cores
 
-timm's deit_small_patch16_224 at 224 px, 256 images of the ImageNet sample with a class of 8 each, heads and hidden units,
-Wasserstein (32 projections) and Taylor signals. What the weights are makes no difference to the time, so they are random.
-Prints the ratio, by the clock and in CPU time (which other work on the machine hardly changes), and writes benchmarks/results/deit.json.
+timm's deit_small_patch16_224 at 224 px, 256 images of the ImageNet sample with a class of 8 each, heads
+and hidden units, Wasserstein (32 projections) and Taylor signals. What the weights are makes no
+difference to the time, so they are random. Prints the ratio, by the clock and in CPU time (which other
+work on the machine hardly changes), and writes benchmarks/results/deit.json.
 """
 
 from __future__ import annotations
@@ -33,13 +34,19 @@ IMAGES, CLASSES, BATCH, SIDE = 256, 8, 32, 224
 
 
 def images(shared: Path) -> list[tuple[Tensor, Tensor]]:
-    """Batches of real images, the centre of each, normalised; one image of a class is all there is, so neighbours share one."""
+    """Batches of real images, the centre of each, normalised; one image of a class is all there is, so
+    neighbours share one.
+    """
     sys.path.insert(0, str(shared / "data"))
     from load import imagenet_sample  # type: ignore[import-not-found]
 
     pixels, _, _ = imagenet_sample()
     edge = (pixels.shape[1] - SIDE) // 2
-    inputs = torch.from_numpy(pixels[:IMAGES, edge : edge + SIDE, edge : edge + SIDE]).permute(0, 3, 1, 2).float() / 127.5 - 1
+    inputs = (
+        torch.from_numpy(pixels[:IMAGES, edge : edge + SIDE, edge : edge + SIDE]).permute(0, 3, 1, 2).float()
+        / 127.5
+        - 1
+    )
     labels = torch.arange(IMAGES) % CLASSES
     return list(zip(inputs.split(BATCH), labels.split(BATCH), strict=True))
 
@@ -58,7 +65,9 @@ def seconds(run: Callable[[], object]) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shared", type=Path, default=Path("../shared"), help="folder with data/load.py")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
@@ -66,13 +75,20 @@ def main() -> None:
     data, net = images(options.shared), load_model("timm:deit_small_patch16_224").eval()
     spaces = fp.discover(net, data[0][0][:1])
     plain(net, data[:1])  # to warm up
-    rounds = [(seconds(lambda: plain(net, data)), seconds(lambda: fp.score(net, data, spaces=spaces))) for _ in range(options.rounds)]
+    rounds = [
+        (seconds(lambda: plain(net, data)), seconds(lambda: fp.score(net, data, spaces=spaces)))
+        for _ in range(options.rounds)
+    ]
     (clock_plain, cpu_plain), (clock_score, cpu_score) = (
-        [statistics.median(times) for times in zip(*of_run, strict=True)] for of_run in zip(*rounds, strict=True)
+        [statistics.median(times) for times in zip(*of_run, strict=True)]
+        for of_run in zip(*rounds, strict=True)
     )
     results = {
         "command": shlex.join(["python", *sys.argv]),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, torch {torch.__version__}",
+        "machine": (
+            f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, torch"
+            f" {torch.__version__}"
+        ),
         "images": IMAGES,
         "units": {kind: sum(s.size for s in spaces if s.kind == kind) for kind in ("head", "hidden")},
         "rounds": options.rounds,

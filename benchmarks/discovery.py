@@ -1,4 +1,5 @@
-"""How long discovery takes, verification included, as a multiple of one forward pass over the same example.
+"""How long discovery takes, verification included, as a multiple of one forward pass over the same
+example.
 
     python benchmarks/discovery.py            # ResNet-50 at 224 px, and others
     python benchmarks/discovery.py resnet50   # just one
@@ -53,15 +54,28 @@ def measure(name: str) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("models", nargs="*", default=MODELS)
     rows = [measure(name) for name in parser.parse_args().models]
     for row in rows:
-        print(f"{row['model']:16} {row['forwards']:6.1f} forward passes ({row['discovery_s']:.2f} s), {row['spaces']} spaces, {row['units']} units")
+        print(
+            f"{row['model']:16} {row['forwards']:6.1f} forward passes ({row['discovery_s']:.2f} s),"
+            f" {row['spaces']} spaces, {row['units']} units"
+        )
     results = Path(__file__).parent / "results" / "discovery.json"
     results.parent.mkdir(exist_ok=True)
     results.write_text(
-        json.dumps({"command": " ".join(["python benchmarks/discovery.py", *sys.argv[1:]]), "threads": torch.get_num_threads(), "rows": rows}, indent=2) + "\n"
+        json.dumps(
+            {
+                "command": " ".join(["python benchmarks/discovery.py", *sys.argv[1:]]),
+                "threads": torch.get_num_threads(),
+                "rows": rows,
+            },
+            indent=2,
+        )
+        + "\n"
     )
 
 

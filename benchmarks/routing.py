@@ -1,16 +1,18 @@
-"""Signals for routed experts on a trained tiny Qwen2-MoE: what scoring costs, and how many calibration tokens its ranks need.
+"""Signals for routed experts on a trained tiny Qwen2-MoE: what scoring costs, and how many calibration
+tokens its ranks need.
 
-    pip install transformers
-    python benchmarks/routing.py --shared ../shared --tokens 0          # the cost, about a minute
-    python benchmarks/routing.py --shared ../shared --tokens 2048000    # the noise, about 40 minutes on one core
-    python benchmarks/routing.py --table                                # only put the tables into docs/signals.md
+pip install transformers python benchmarks/routing.py --shared ../shared --tokens 0          # the cost,
+about a minute python benchmarks/routing.py --shared ../shared --tokens 2048000    # the noise, about 40
+minutes on one core python benchmarks/routing.py --table                                # only put the
+tables into docs/signals.md
 
-Cost: one call of `score` with five signals against a plain forward of the same tokens with the fastest experts that
-transformers has, in interleaved rounds, medians.
-Noise: sums of single batches of training text, as it comes or equally much of each of its 10 domains, are recorded once
-and added up to disjoint draws of any number of tokens. Between two draws of one size, the ranks of each block's 60 experts are
-correlated (Spearman); shown is the mean over pairs of draws and blocks, and the lowest block. The perplexity is that of the
-first 24,576 validation tokens, in windows of 128, when the 30 lowest experts of every block are removed, over the draws.
+Cost: one call of `score` with five signals against a plain forward of the same tokens with the fastest
+experts that transformers has, in interleaved rounds, medians. Noise: sums of single batches of training
+text, as it comes or equally much of each of its 10 domains, are recorded once and added up to disjoint
+draws of any number of tokens. Between two draws of one size, the ranks of each block's 60 experts are
+correlated (Spearman); shown is the mean over pairs of draws and blocks, and the lowest block. The
+perplexity is that of the first 24,576 validation tokens, in windows of 128, when the 30 lowest experts of
+every block are removed, over the draws.
 """
 
 from __future__ import annotations
@@ -43,7 +45,11 @@ RESULTS = Path(__file__).parent / "results" / "routing.json"
 PAGE = Path(__file__).parents[1] / "docs" / "signals.md"
 START, END = "<!-- made by: python benchmarks/routing.py --table -->", "<!-- end -->"
 REMOVAL = ("soft_activation", "soft_activation_all", "frequency", "reap")
-LENGTH, WINDOWS, DOMAINS = 128, 40, 10  # tokens of a window, as the model was trained, windows of a batch, kinds of text
+LENGTH, WINDOWS, DOMAINS = (
+    128,
+    40,
+    10,
+)  # tokens of a window, as the model was trained, windows of a batch, kinds of text
 VALIDATION = 24_576  # tokens
 ROUNDS, TIMED = 5, 4  # of the cost, and batches in each
 SIZES = (2, 5, 10, 20, 50, 100, 200)  # batches of a draw
@@ -84,7 +90,9 @@ def read_tokens(shared: Path, name: str) -> Tensor:
 
 
 def draw(shared: Path, batches: int, even: bool) -> list[dict[str, Tensor]]:
-    """Batches of windows of the training tokens, no window twice: as they come, or equally many from each domain; a short one begins again."""
+    """Batches of windows of the training tokens, no window twice: as they come, or equally many from each
+    domain; a short one begins again.
+    """
     tokens, domains = (read_tokens(shared, f"moe_{what}_train") for what in ("tokens", "domains"))
     count = len(tokens) // LENGTH
     windows, of = tokens[: count * LENGTH].view(count, LENGTH), domains[: count * LENGTH].view(count, LENGTH)
@@ -93,7 +101,9 @@ def draw(shared: Path, batches: int, even: bool) -> list[dict[str, Tensor]]:
         pure = (of == of[:, :1]).all(1)
         own = [shuffled[(pure & (of[:, 0] == domain))[shuffled]] for domain in range(DOMAINS)]
         rounds = torch.arange(batches * WINDOWS // DOMAINS)
-        shuffled = torch.stack([some[rounds % len(some)] for some in own], 1).flatten()  # a window of each domain in turn
+        shuffled = torch.stack(
+            [some[rounds % len(some)] for some in own], 1
+        ).flatten()  # a window of each domain in turn
     return [{"input_ids": windows[row]} for row in shuffled[: batches * WINDOWS].view(batches, WINDOWS)]
 
 
@@ -112,7 +122,9 @@ def cost(model: nn.Module, spaces: Spaces, data: Sequence[dict[str, Tensor]]) ->
             start = time.perf_counter()
             run()
             seconds[name].append(time.perf_counter() - start)
-    medians = {name: statistics.median(times[1:]) for name, times in seconds.items()}  # the first round warms up
+    medians = {
+        name: statistics.median(times[1:]) for name, times in seconds.items()
+    }  # the first round warms up
     print(medians, flush=True)
     tokens = sum(batch["input_ids"].numel() for batch in data)
     return {
@@ -126,7 +138,10 @@ def cost(model: nn.Module, spaces: Spaces, data: Sequence[dict[str, Tensor]]) ->
 def signals_of(batches: Sequence[Sums]) -> dict[str, dict[str, np.ndarray]]:
     """signal -> block -> [E], from the sums of some batches."""
     blocks = list(batches[0])
-    total = {block: {quantity: sum(b[block][quantity] for b in batches).numpy() for quantity in batches[0][block]} for block in blocks}
+    total = {
+        block: {quantity: sum(b[block][quantity] for b in batches).numpy() for quantity in batches[0][block]}
+        for block in blocks
+    }
     return {
         "soft_activation": {block: t["weight"] for block, t in total.items()},
         "reap": {block: t["output"] / np.maximum(t["selected"], 1) for block, t in total.items()},
@@ -141,16 +156,26 @@ def perplexity(model: nn.Module, windows: Tensor) -> float:
 def noise(model: nn.Module, spaces: Spaces, batches: Sequence[Sums], windows: Tensor) -> list[dict[str, Any]]:
     rows = []
     for size in (size for size in SIZES if 2 * size <= len(batches)):
-        draws = [signals_of(batches[start : start + size]) for start in range(0, len(batches) - size + 1, size)][:DRAWS]
+        draws = [
+            signals_of(batches[start : start + size]) for start in range(0, len(batches) - size + 1, size)
+        ][:DRAWS]
         row: dict[str, Any] = {"tokens": size * WINDOWS * LENGTH, "draws": len(draws)}
         for signal in draws[0]:
-            pairs = [[spearman(a[signal][s.name], b[signal][s.name]) or 0.0 for s in spaces] for a, b in itertools.combinations(draws, 2)]
+            pairs = [
+                [spearman(a[signal][s.name], b[signal][s.name]) or 0.0 for s in spaces]
+                for a, b in itertools.combinations(draws, 2)
+            ]
             by_block = np.mean(pairs, axis=0)
-            row[signal] = {"mean": round(float(by_block.mean()), 3), "lowest block": round(float(by_block.min()), 3)}
+            row[signal] = {
+                "mean": round(float(by_block.mean()), 3),
+                "lowest block": round(float(by_block.min()), 3),
+            }
         for signal in CUT:
             found = []
             for scores in (one[signal] for one in draws):
-                removed = {s.name: np.argsort(scores[s.name], kind="stable")[: s.size // 2].tolist() for s in spaces}
+                removed = {
+                    s.name: np.argsort(scores[s.name], kind="stable")[: s.size // 2].tolist() for s in spaces
+                }
                 found.append(perplexity(fp.cut(model, fp.Plan.removing(spaces, removed)), windows))
             row[signal]["perplexity"] = [round(value, 1) for value in found]
         rows.append(row)
@@ -166,40 +191,81 @@ def measure(shared: Path, tokens: int) -> dict[str, Any]:
     if not count:
         return {"cost": cost(model, spaces, data)}
     windows = read_tokens(shared, "moe_tokens_val")[:VALIDATION].view(-1, LENGTH)
-    found: dict[str, Any] = {"tokens": count * WINDOWS * LENGTH, "perplexity": round(perplexity(model, windows), 2)}
+    found: dict[str, Any] = {
+        "tokens": count * WINDOWS * LENGTH,
+        "perplexity": round(perplexity(model, windows), 2),
+    }
     for even in (False, True):
         recorder = Recorder()
-        fp.score(model, draw(shared, count, even), spaces=spaces, removal=recorder, protection="routed_taylor")
-        found["even over domains" if even else "as the text comes"] = noise(model, spaces, recorder.batches, windows)
+        fp.score(
+            model, draw(shared, count, even), spaces=spaces, removal=recorder, protection="routed_taylor"
+        )
+        found["even over domains" if even else "as the text comes"] = noise(
+            model, spaces, recorder.batches, windows
+        )
     return {"noise": found}
 
 
 def table(results: Mapping[str, Any]) -> str:
     """The cost in a sentence, and rank stability and perplexity by the number of tokens as Markdown."""
-    lines = [f"Scoring took {results['cost']['ratio']} times a plain forward of the same tokens."] if "cost" in results else []
+    lines = (
+        [f"Scoring took {results['cost']['ratio']} times a plain forward of the same tokens."]
+        if "cost" in results
+        else []
+    )
     for title in ("as the text comes", "even over domains"):
-        lines += ["", f"| tokens, {title} | soft_activation | reap | routed_taylor | perplexity, soft_activation | perplexity, reap |", "|---" * 6 + "|"]
+        lines += [
+            "",
+            (
+                f"| tokens, {title} | soft_activation | reap | routed_taylor | perplexity, soft_activation |"
+                " perplexity, reap |"
+            ),
+            "|---" * 6 + "|",
+        ]
         for row in results.get("noise", {}).get(title, []):
-            ranks = (f"{row[signal]['mean']:.2f} ({row[signal]['lowest block']:.2f})" for signal in ("soft_activation", "reap", "routed_taylor"))
-            spread = (f"{min(row[signal]['perplexity'])} to {max(row[signal]['perplexity'])}" for signal in CUT)
+            ranks = (
+                f"{row[signal]['mean']:.2f} ({row[signal]['lowest block']:.2f})"
+                for signal in ("soft_activation", "reap", "routed_taylor")
+            )
+            spread = (
+                f"{min(row[signal]['perplexity'])} to {max(row[signal]['perplexity'])}" for signal in CUT
+            )
             lines.append(f"| {row['tokens']:,} | {' | '.join((*ranks, *spread))} |")
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shared", type=Path, default=Path("../shared"), help="folder with data/text and weights/tiny_qwen2moe")
-    parser.add_argument("--tokens", type=int, default=0, help="calibration tokens to record for the noise; 0 measures the cost")
-    parser.add_argument("--table", action="store_true", help="put the tables into docs/signals.md, measure nothing")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--shared",
+        type=Path,
+        default=Path("../shared"),
+        help="folder with data/text and weights/tiny_qwen2moe",
+    )
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=0,
+        help="calibration tokens to record for the noise; 0 measures the cost",
+    )
+    parser.add_argument(
+        "--table", action="store_true", help="put the tables into docs/signals.md, measure nothing"
+    )
     options = parser.parse_args()
     before = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     if not options.table:
         found = measure(options.shared, options.tokens)
-        before |= {part: {"command": shlex.join(["python", *sys.argv]), **result} for part, result in found.items()}
+        before |= {
+            part: {"command": shlex.join(["python", *sys.argv]), **result} for part, result in found.items()
+        }
         RESULTS.parent.mkdir(parents=True, exist_ok=True)
         RESULTS.write_text(json.dumps(before, indent=2) + "\n", encoding="utf-8")
     before_table, rest = PAGE.read_text(encoding="utf-8").split(START)
-    PAGE.write_text(before_table + START + "\n\n" + table(before) + "\n\n" + END + rest.split(END, 1)[1], encoding="utf-8")
+    PAGE.write_text(
+        before_table + START + "\n\n" + table(before) + "\n\n" + END + rest.split(END, 1)[1], encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
-"""What scoring costs, as ratios to a plain forward and backward over the same images and batches, and beside network-pruner.
+"""What scoring costs, as ratios to a plain forward and backward over the same images and batches, and
+beside network-pruner.
 
-VGG16-BN at 32 x 32, 10 classes, real CIFAR-10 images, all spaces, Wasserstein (32 projections) and Taylor signals:
+VGG16-BN at 32 x 32, 10 classes, real CIFAR-10 images, all spaces, Wasserstein (32 projections) and Taylor
+signals:
 
-    python benchmarks/scoring.py --shared ../shared            time and memory, about 10 minutes on two cores
-    python benchmarks/scoring.py --shared ../shared --peer     the same, and network-pruner 2.16 in a venv of its own
+python benchmarks/scoring.py --shared ../shared            time and memory, about 10 minutes on two cores
+python benchmarks/scoring.py --shared ../shared --peer     the same, and network-pruner 2.16 in a venv of
+its own
 
 Prints a table and writes benchmarks/results/scoring.json.
 """
@@ -76,9 +79,13 @@ class Images:
 
 
 def vgg16_bn() -> nn.Module:
-    """VGG16-BN with one linear map on its 512 features; what the weights are makes no difference to the time."""
+    """VGG16-BN with one linear map on its 512 features; what the weights are makes no difference to the
+    time.
+    """
     torch.manual_seed(0)
-    return nn.Sequential(*torchvision.models.vgg16_bn(weights=None).features, nn.Flatten(), nn.Linear(512, 10)).eval()
+    return nn.Sequential(
+        *torchvision.models.vgg16_bn(weights=None).features, nn.Flatten(), nn.Linear(512, 10)
+    ).eval()
 
 
 def plain(net: nn.Module, images: Images) -> None:
@@ -98,7 +105,10 @@ def measure_time(shared: Path) -> dict[str, tuple[float, float]]:
     """Median seconds of both over ROUNDS interleaved rounds, after one of each to warm up."""
     net, images = vgg16_bn(), Images(shared, 1000)
     spaces = discover(net, next(iter(images))[0][:1])
-    runs: dict[str, Callable[[], object]] = {"plain": lambda: plain(net, images), "score": lambda: score(net, images, spaces=spaces)}
+    runs: dict[str, Callable[[], object]] = {
+        "plain": lambda: plain(net, images),
+        "score": lambda: score(net, images, spaces=spaces),
+    }
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
     for _ in range(ROUNDS + 1):
         for name, run in runs.items():
@@ -150,10 +160,14 @@ def measure_peer(shared: Path, home: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shared", type=Path, required=True, help="folder with data/load.py")
     parser.add_argument("--peer", action="store_true", help="run network-pruner 2.16 too")
-    parser.add_argument("--peer-home", type=Path, default=Path(__file__).parent / ".venv", help="its venv, made if missing")
+    parser.add_argument(
+        "--peer-home", type=Path, default=Path(__file__).parent / ".venv", help="its venv, made if missing"
+    )
     parser.add_argument("--peak", choices=["plain", "score"], help=argparse.SUPPRESS)
     parser.add_argument("--images", type=int, default=1000, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -162,18 +176,27 @@ def main() -> None:
         return
 
     time_of = measure_time(options.shared)
-    peaks = {(what, count): peak_bytes(options.shared, what, count) for what in ("plain", "score") for count in (1000, 10_000)}
+    peaks = {
+        (what, count): peak_bytes(options.shared, what, count)
+        for what in ("plain", "score")
+        for count in (1000, 10_000)
+    }
     above = {count: (peaks["score", count] - peaks["plain", count]) / 1e6 for count in (1000, 10_000)}
     results: dict[str, object] = {
         "command": shlex.join(["python", *sys.argv]),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, torch {torch.__version__}",
+        "machine": (
+            f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, torch"
+            f" {torch.__version__}"
+        ),
         "load of the machine": os.getloadavg()[0],
         "seconds for 1,000 images": {name: clock for name, (clock, _) in time_of.items()},
         "score / plain": time_of["score"][0] / time_of["plain"][0],
         "score / plain in processor time": time_of["score"][1] / time_of["plain"][1],
         "peak MB": {f"{what}, {count} images": peak / 1e6 for (what, count), peak in peaks.items()},
         "peak MB above plain": {"1,000 images": above[1000], "10,000 images": above[10_000]},
-        "peak at 10,000 / at 1,000 images": {what: peaks[what, 10_000] / peaks[what, 1000] for what in ("plain", "score")},
+        "peak at 10,000 / at 1,000 images": {
+            what: peaks[what, 10_000] / peaks[what, 1000] for what in ("plain", "score")
+        },
     }
     if options.peer:
         results["seconds for 256 images"] = measure_peer(options.shared, options.peer_home)

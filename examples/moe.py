@@ -1,8 +1,10 @@
-"""Prune the routed experts of a Mixture-of-Experts language model to half, with no training, and compare perplexities.
+"""Prune the routed experts of a Mixture-of-Experts language model to half, with no training, and compare
+perplexities.
 
 python examples/moe.py MODEL TEXTS.jsonl HELD_OUT.txt [SHARE]
 
-MODEL: a folder or hub name; TEXTS: rows with a column "text" to calibrate on; HELD_OUT: other text to judge by; SHARE of experts to keep.
+MODEL: a folder or hub name; TEXTS: rows with a column "text" to calibrate on; HELD_OUT: other text to
+judge by; SHARE of experts to keep.
 """
 
 from __future__ import annotations
@@ -28,12 +30,21 @@ def main(place: str, texts: str, held_out: str, share: str = "0.5") -> None:
     print("full:", perplexity(model, judge, length=LENGTH))
 
     spaces = fp.discover(model, model.dummy_inputs, kinds=["expert"])
-    scores = fp.score(model, load_text(texts, tokenizer, Sampling(batch_size=8), Columns(length=LENGTH)), spaces=spaces)
+    scores = fp.score(
+        model, load_text(texts, tokenizer, Sampling(batch_size=8), Columns(length=LENGTH)), spaces=spaces
+    )
     for rule in ("uniform", "tod"):
         plan = fp.allocate(scores, keep=fp.Budget("experts", float(share)), rule=rule, exact=True)
         small = fp.cut(model, plan)
         kept = [space.size - plan.depths[space.name] for space in plan.spaces]
-        print(f"{rule}:", perplexity(small, judge, length=LENGTH), "with", plan.predicted["experts"], "experts:", kept)
+        print(
+            f"{rule}:",
+            perplexity(small, judge, length=LENGTH),
+            "with",
+            plan.predicted["experts"],
+            "experts:",
+            kept,
+        )
         if not Path(f"pruned-{rule}").exists():
             fp.save(small, plan, f"pruned-{rule}", build=f"hf:{place}")
 

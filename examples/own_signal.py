@@ -1,4 +1,5 @@
-"""Write a signal of your own, once from the weights and once from the activations, and use it beside the built-in ones.
+"""Write a signal of your own, once from the weights and once from the activations, and use it beside the
+built-in ones.
 
 python examples/own_signal.py
 """
@@ -13,7 +14,9 @@ import fairpruner as fp
 
 @fp.removal_signal("norm_scale")
 def norm_scale(space: fp.UnitSpace, model: nn.Module) -> torch.Tensor:
-    """Network slimming: the absolute scale of the batch norm that each unit passes; [J], small = remove first."""
+    """Network slimming: the absolute scale of the batch norm that each unit passes; [J], small = remove
+    first.
+    """
     return model.get_submodule(f"{space.name}_norm").get_parameter("weight").abs()
 
 

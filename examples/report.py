@@ -1,4 +1,5 @@
-"""Write a report on which its reader can choose a plan, and the same facts as a table, JSON and static figures.
+"""Write a report on which its reader can choose a plan, and the same facts as a table, JSON and static
+figures.
 
 python examples/report.py
 """
@@ -24,11 +25,18 @@ def main() -> None:
     def agreement(small: nn.Module) -> float:
         """The share of inputs for which a smaller model answers like the original."""
         with torch.no_grad():
-            return float(torch.cat([small(x).argmax(1) == model(x).argmax(1) for x, _ in data]).double().mean())
+            return float(
+                torch.cat([small(x).argmax(1) == model(x).argmax(1) for x, _ in data]).double().mean()
+            )
 
-    # One line of numbers per model; "accuracy" is drawn against "flops", and against "latency_ms" where that was measured.
+    # One line of numbers per model; "accuracy" is drawn against "flops", and against "latency_ms" where
+    # that
+    # was measured.
     plans = fp.sweep(scores, "flops", [0.9, 0.7, 0.5, 0.3])
-    measured = {f"{plan.share('flops'):.0%} kept": {"accuracy": agreement(fp.cut(model, plan)), **plan.predicted} for plan in plans}
+    measured = {
+        f"{plan.share('flops'):.0%} kept": {"accuracy": agreement(fp.cut(model, plan)), **plan.predicted}
+        for plan in plans
+    }
 
     report = fp.report(scores, plans[2], measured=measured, title="A small perceptron")
     report.save_html("report.html")

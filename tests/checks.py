@@ -20,7 +20,9 @@ IN_FLOAT64 = 1e-8
 
 
 def doubled(example: Any) -> Any:
-    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, example)
+    return torch.utils._pytree.tree_map_only(
+        torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, example
+    )
 
 
 def outputs(model: nn.Module, example: Any) -> list[torch.Tensor]:
@@ -38,7 +40,10 @@ def difference(a: nn.Module, b: nn.Module, example: Any) -> float:
 def some_units(spaces: fp.Spaces, share: float, seed: int) -> dict[str, tuple[int, ...]]:
     rng = np.random.default_rng(seed)
     depths = {s.name: min(int(s.size * share), s.size - s.min_keep) // s.groups * s.groups for s in spaces}
-    return {s.name: tuple(removal_order(np.argsort(rng.permutation(s.size)), s.groups)[: depths[s.name]].tolist()) for s in spaces}
+    return {
+        s.name: tuple(removal_order(np.argsort(rng.permutation(s.size)), s.groups)[: depths[s.name]].tolist())
+        for s in spaces
+    }
 
 
 def with_lively_weights(model: nn.Module) -> nn.Module:
@@ -46,7 +51,13 @@ def with_lively_weights(model: nn.Module) -> nn.Module:
     return copy_with(model, lambda name, tensor: lively(name, tensor, torch.float64)).eval()
 
 
-def check_cut(model: nn.Module, example: Any, spaces: fp.Spaces, removed: Mapping[str, tuple[int, ...]], tolerance: float = IN_FLOAT64) -> nn.Module:
+def check_cut(
+    model: nn.Module,
+    example: Any,
+    spaces: fp.Spaces,
+    removed: Mapping[str, tuple[int, ...]],
+    tolerance: float = IN_FLOAT64,
+) -> nn.Module:
     """Mask equals cut, predicted equals measured, the model given is untouched; returns the cut model."""
     before = copy.deepcopy(model.state_dict())
     plan = fp.Plan.removing(spaces, removed)

@@ -1,4 +1,6 @@
-"""Tiny Mixture-of-Experts models of the families that transformers has, and a plain block, with random weights."""
+"""Tiny Mixture-of-Experts models of the families that transformers has, and a plain block, with random
+weights.
+"""
 
 from __future__ import annotations
 
@@ -26,33 +28,83 @@ TEXT = {
 }
 ROUTED = {"moe_intermediate_size": 20, "num_experts_per_tok": TOP_K}
 LOCAL = {"num_local_experts": EXPERTS, "num_experts_per_tok": TOP_K}
-LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4}
-GROUPED = {**ROUTED, "n_routed_experts": EXPERTS, "n_shared_experts": 1, "first_k_dense_replace": 0, "n_group": 2, "topk_group": 1}
+LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "num_key_value_heads": 4,
+}
+GROUPED = {
+    **ROUTED,
+    "n_routed_experts": EXPERTS,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 0,
+    "n_group": 2,
+    "topk_group": 1,
+}
 
 # family -> (model class, configuration class, options)
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "qwen2_moe": ("Qwen2MoeForCausalLM", "Qwen2MoeConfig", {**ROUTED, "num_experts": EXPERTS, "shared_expert_intermediate_size": 28}),
-    "qwen3_moe": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", {**ROUTED, "num_experts": EXPERTS, "head_dim": 8, "norm_topk_prob": True}),
+    "qwen2_moe": (
+        "Qwen2MoeForCausalLM",
+        "Qwen2MoeConfig",
+        {**ROUTED, "num_experts": EXPERTS, "shared_expert_intermediate_size": 28},
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        "Qwen3MoeConfig",
+        {**ROUTED, "num_experts": EXPERTS, "head_dim": 8, "norm_topk_prob": True},
+    ),
     "qwen3_next": (
         "Qwen3NextForCausalLM",
         "Qwen3NextConfig",
-        {**ROUTED, "num_experts": EXPERTS, "head_dim": 8, "shared_expert_intermediate_size": 28, "layer_types": ["full_attention"] * BLOCKS},
+        {
+            **ROUTED,
+            "num_experts": EXPERTS,
+            "head_dim": 8,
+            "shared_expert_intermediate_size": 28,
+            "layer_types": ["full_attention"] * BLOCKS,
+        },
     ),
     "mixtral": ("MixtralForCausalLM", "MixtralConfig", LOCAL),
     "olmoe": ("OlmoeForCausalLM", "OlmoeConfig", {"num_experts": EXPERTS, "num_experts_per_tok": TOP_K}),
-    "flex_olmo": ("FlexOlmoForCausalLM", "FlexOlmoConfig", {"num_experts": EXPERTS, "num_experts_per_tok": TOP_K}),
-    "deepseek_v2": ("DeepseekV2ForCausalLM", "DeepseekV2Config", {**GROUPED, **LATENT, "topk_method": "group_limited_greedy"}),
+    "flex_olmo": (
+        "FlexOlmoForCausalLM",
+        "FlexOlmoConfig",
+        {"num_experts": EXPERTS, "num_experts_per_tok": TOP_K},
+    ),
+    "deepseek_v2": (
+        "DeepseekV2ForCausalLM",
+        "DeepseekV2Config",
+        {**GROUPED, **LATENT, "topk_method": "group_limited_greedy"},
+    ),
     "deepseek_v3": ("DeepseekV3ForCausalLM", "DeepseekV3Config", {**GROUPED, **LATENT}),
     "gpt_oss": ("GptOssForCausalLM", "GptOssConfig", {**LOCAL, "head_dim": 8, "sliding_window": 4}),
     "phimoe": ("PhimoeForCausalLM", "PhimoeConfig", {**LOCAL, "num_experts_per_tok": 2}),
     "granitemoe": ("GraniteMoeForCausalLM", "GraniteMoeConfig", LOCAL),
-    "granitemoeshared": ("GraniteMoeSharedForCausalLM", "GraniteMoeSharedConfig", {**LOCAL, "shared_intermediate_size": 28}),
+    "granitemoeshared": (
+        "GraniteMoeSharedForCausalLM",
+        "GraniteMoeSharedConfig",
+        {**LOCAL, "shared_intermediate_size": 28},
+    ),
     "glm4_moe": ("Glm4MoeForCausalLM", "Glm4MoeConfig", {**GROUPED, "head_dim": 8}),
-    "glm4_moe_lite": ("Glm4MoeLiteForCausalLM", "Glm4MoeLiteConfig", {**GROUPED, **LATENT, "mlp_layer_types": ["sparse"] * BLOCKS}),
+    "glm4_moe_lite": (
+        "Glm4MoeLiteForCausalLM",
+        "Glm4MoeLiteConfig",
+        {**GROUPED, **LATENT, "mlp_layer_types": ["sparse"] * BLOCKS},
+    ),
     "ernie4_5_moe": (
         "Ernie4_5_MoeForCausalLM",
         "Ernie4_5_MoeConfig",
-        {"moe_num_experts": EXPERTS, "moe_k": TOP_K, "moe_intermediate_size": 20, "moe_num_shared_experts": 1, "moe_layer_start_index": 0},
+        {
+            "moe_num_experts": EXPERTS,
+            "moe_k": TOP_K,
+            "moe_intermediate_size": 20,
+            "moe_num_shared_experts": 1,
+            "moe_layer_start_index": 0,
+        },
     ),
     "jamba": (
         "JambaForCausalLM",
@@ -67,21 +119,40 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "use_mamba_kernels": False,
         },
     ),
-    "hunyuan_v1_moe": ("HunYuanMoEV1ForCausalLM", "HunYuanMoEV1Config", {"num_experts": EXPERTS, "moe_topk": TOP_K, "head_dim": 8}),
+    "hunyuan_v1_moe": (
+        "HunYuanMoEV1ForCausalLM",
+        "HunYuanMoEV1Config",
+        {"num_experts": EXPERTS, "moe_topk": TOP_K, "head_dim": 8},
+    ),
     "dots1": ("Dots1ForCausalLM", "Dots1Config", {**GROUPED, "head_dim": 8}),
     "llama4": (
         "Llama4ForCausalLM",
         "Llama4TextConfig",
-        {**LOCAL, "num_experts_per_tok": 1, "head_dim": 8, "intermediate_size_mlp": 24, "interleave_moe_layer_step": 1, "attention_chunk_size": 8},
+        {
+            **LOCAL,
+            "num_experts_per_tok": 1,
+            "head_dim": 8,
+            "intermediate_size_mlp": 24,
+            "interleave_moe_layer_step": 1,
+            "attention_chunk_size": 8,
+        },
     ),
-    "minimax": ("MiniMaxForCausalLM", "MiniMaxConfig", {**LOCAL, "head_dim": 8, "layer_types": ["full_attention"] * BLOCKS}),
+    "minimax": (
+        "MiniMaxForCausalLM",
+        "MiniMaxConfig",
+        {**LOCAL, "head_dim": 8, "layer_types": ["full_attention"] * BLOCKS},
+    ),
     "minimax_m2": ("MiniMaxM2ForCausalLM", "MiniMaxM2Config", {**LOCAL, "head_dim": 8, "rotary_dim": 8}),
     "lfm2_moe": (
         "Lfm2MoeForCausalLM",
         "Lfm2MoeConfig",
         {**ROUTED, "num_experts": EXPERTS, "num_dense_layers": 0, "layer_types": ["full_attention"] * BLOCKS},
     ),
-    "aria_text": ("AriaTextForCausalLM", "AriaTextConfig", {"moe_num_experts": EXPERTS, "moe_topk": TOP_K, "moe_num_shared_experts": 1}),
+    "aria_text": (
+        "AriaTextForCausalLM",
+        "AriaTextConfig",
+        {"moe_num_experts": EXPERTS, "moe_topk": TOP_K, "moe_num_shared_experts": 1},
+    ),
     "gemma4": (
         "Gemma4ForCausalLM",
         "Gemma4TextConfig",
@@ -101,12 +172,24 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "nemotron_h": (
         "NemotronHForCausalLM",
         "NemotronHConfig",
-        {**GROUPED, "layers_block_type": ["attention", "moe"] * BLOCKS, "head_dim": 8, "moe_shared_expert_intermediate_size": 28},
+        {
+            **GROUPED,
+            "layers_block_type": ["attention", "moe"] * BLOCKS,
+            "head_dim": 8,
+            "moe_shared_expert_intermediate_size": 28,
+        },
     ),
     "afmoe": (
         "AfmoeForCausalLM",
         "AfmoeConfig",
-        {**ROUTED, "num_experts": EXPERTS, "num_shared_experts": 1, "num_dense_layers": 0, "head_dim": 8, "global_attn_every_n_layers": 1},
+        {
+            **ROUTED,
+            "num_experts": EXPERTS,
+            "num_shared_experts": 1,
+            "num_dense_layers": 0,
+            "head_dim": 8,
+            "global_attn_every_n_layers": 1,
+        },
     ),
     "solar_open": ("SolarOpenForCausalLM", "SolarOpenConfig", {**GROUPED, "head_dim": 8}),
     "exaone_moe": (
@@ -124,7 +207,8 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mistral4": ("Mistral4ForCausalLM", "Mistral4Config", {**GROUPED, **LATENT, "head_dim": 16}),
 }
 
-# Families that bring nothing new to the adapter: (model class, configuration class), all with the options above at once.
+# Families that bring nothing new to the adapter: (model class, configuration class), all with the options
+# above at once.
 FURTHER: dict[str, tuple[str, str]] = {
     "bailing_hybrid": ("BailingHybridForCausalLM", "BailingHybridConfig"),
     "cohere2_moe": ("Cohere2MoeForCausalLM", "Cohere2MoeConfig"),
@@ -151,9 +235,15 @@ LATENT_TOO = {"bailing_hybrid", "kimi_linear"}
 
 
 def moe(family: str, dtype: torch.dtype = torch.float64, **sizes: int) -> nn.Module:
-    """A model of the family with lively random weights and non-zero biases, its experts run by the plain loop."""
+    """A model of the family with lively random weights and non-zero biases, its experts run by the plain
+    loop.
+    """
     transformers = pytest.importorskip("transformers")
-    model_class, config_class, options = FAMILIES[family] if family in FAMILIES else (*FURTHER[family], ALL_OPTIONS | (LATENT if family in LATENT_TOO else {}))
+    model_class, config_class, options = (
+        FAMILIES[family]
+        if family in FAMILIES
+        else (*FURTHER[family], ALL_OPTIONS | (LATENT if family in LATENT_TOO else {}))
+    )
     config = getattr(transformers, config_class)(**{**TEXT, **options, **sizes})
     torch.manual_seed(0)
     model = getattr(transformers, model_class)(config).eval()
@@ -191,7 +281,9 @@ class Expert(nn.Module):
 
 
 class PlainMoE(nn.Module):
-    """What people write by hand: a linear router, its top-k softmax, and a list of experts, [batch, tokens, width]."""
+    """What people write by hand: a linear router, its top-k softmax, and a list of experts, [batch,
+    tokens, width].
+    """
 
     def __init__(self, width: int = 16, hidden: int = 20, experts: int = EXPERTS, top_k: int = TOP_K) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""A recovery for tests: everything random in it, small enough for seconds, and able to die at a chosen moment in a process of its own."""
+"""A recovery for tests: everything random in it, small enough for seconds, and able to die at a chosen
+moment in a process of its own.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ from fairpruner.recovery.history import Epoch
 from fairpruner.recovery.recipe import Recipe
 
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["fairpruner.recovery", "torch._dynamo", "sklearn.datasets"])  # imported once for all of them, which takes seconds
+PROCESSES.set_forkserver_preload(
+    ["fairpruner.recovery", "torch._dynamo", "sklearn.datasets"]
+)  # imported once for all of them, which takes seconds
 RECIPE = Recipe(learning_rate=0.05, ema=0.8, label_smoothing=0.1, checkpoint_every=3)
 
 
@@ -36,7 +40,10 @@ class Noisy(Dataset[tuple[torch.Tensor, int]]):
 
     def __init__(self, samples: int, noise: float) -> None:
         images, labels = load_digits(return_X_y=True)
-        self.x, self.y = torch.from_numpy(images[:samples] / 16).float().view(-1, 1, 8, 8), labels[:samples].tolist()
+        self.x, self.y = (
+            torch.from_numpy(images[:samples] / 16).float().view(-1, 1, 8, 8),
+            labels[:samples].tolist(),
+        )
         self.noise = noise
 
     def __len__(self) -> int:
@@ -49,7 +56,16 @@ class Noisy(Dataset[tuple[torch.Tensor, int]]):
 
 def net() -> nn.Module:
     torch.manual_seed(1)
-    return nn.Sequential(nn.Conv2d(1, 6, 3, 2), nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout(0.1), nn.Conv2d(6, 8, 2), nn.ReLU(), nn.Flatten(), nn.Linear(32, 10))
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 3, 2),
+        nn.BatchNorm2d(6),
+        nn.ReLU(),
+        nn.Dropout(0.1),
+        nn.Conv2d(6, 8, 2),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(32, 10),
+    )
 
 
 def loaders(workers: int = 0) -> tuple[DataLoader[Any], DataLoader[Any]]:
@@ -60,12 +76,26 @@ def run(folder: Path | None, recipe: Recipe = RECIPE, workers: int = 0) -> dict[
     """Everything that comes out of it: the weights, and the numbers of every epoch but its seconds."""
     train, validation = loaders(workers)
     history: list[Epoch] = []
-    best = recover(net(), train, epochs=2, validation=validation, teacher=net(), recipe=recipe, folder=folder, on_epoch=history.append)
-    numbers = [[e.number, e.learning_rate, e.loss, e.accuracy, e.validation_loss, e.validation_accuracy] for e in history]
+    best = recover(
+        net(),
+        train,
+        epochs=2,
+        validation=validation,
+        teacher=net(),
+        recipe=recipe,
+        folder=folder,
+        on_epoch=history.append,
+    )
+    numbers = [
+        [e.number, e.learning_rate, e.loss, e.accuracy, e.validation_loss, e.validation_accuracy]
+        for e in history
+    ]
     return {**best.state_dict(), "history": torch.tensor(numbers, dtype=torch.float64)}
 
 
-# What happens often enough in a run to choose a moment by its name and number: (module, name) of the function that does it.
+# What happens often enough in a run to choose a moment by its name and number: (module, name) of the
+# function
+# that does it.
 MOMENTS: dict[str, tuple[Any, str]] = {
     "step": (fairpruner.recovery.training, "training_loss"),
     "average": (fairpruner.recovery.training, "_follow"),
@@ -128,7 +158,15 @@ def _rank(folder: Path, rank: int, port: int) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     history: list[Epoch] = []
     train, validation = loaders()
-    best = recover(net(), train, epochs=2, validation=validation, recipe=RECIPE, folder=folder / "checkpoints", on_epoch=history.append)
+    best = recover(
+        net(),
+        train,
+        epochs=2,
+        validation=validation,
+        recipe=RECIPE,
+        folder=folder / "checkpoints",
+        on_epoch=history.append,
+    )
     draws: list[torch.Tensor] = []
 
     def drawing(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
@@ -136,9 +174,15 @@ def _rank(folder: Path, rank: int, port: int) -> None:
         return F.cross_entropy(output, label)
 
     plain = recover(plain_net(), plain_data(), epochs=2, recipe=Recipe(loss=drawing))
-    numbers = {"accuracy": torch.tensor([e.validation_accuracy for e in history]), "loss": torch.tensor([e.validation_loss for e in history])}
+    numbers = {
+        "accuracy": torch.tensor([e.validation_accuracy for e in history]),
+        "loss": torch.tensor([e.validation_loss for e in history]),
+    }
     plain_weights = {f"plain.{name}": tensor for name, tensor in plain.named_parameters()}
-    save_file({**best.state_dict(), **plain_weights, **numbers, "draw": draws[0]}, folder / f"rank{rank}.safetensors")
+    save_file(
+        {**best.state_dict(), **plain_weights, **numbers, "draw": draws[0]},
+        folder / f"rank{rank}.safetensors",
+    )
     torch.distributed.destroy_process_group()
 
 

@@ -1,4 +1,6 @@
-"""One process of a scoring job, started by `torchrun` from the tests: python scoring_job.py OUTPUT BATCHES [die]."""
+"""One process of a scoring job, started by `torchrun` from the tests: python scoring_job.py OUTPUT
+BATCHES [die].
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,10 @@ from small_job_net import batches, build
 
 import fairpruner as fp
 
-SIGNALS = {"removal": ["wasserstein", "wasserstein_pooled", "activation", "reconstruction", "l1"], "protection": ["taylor", "taylor2", "random"]}
+SIGNALS = {
+    "removal": ["wasserstein", "wasserstein_pooled", "activation", "reconstruction", "l1"],
+    "protection": ["taylor", "taylor2", "random"],
+}
 
 
 def main(output: str, count: int, dies: bool) -> None:

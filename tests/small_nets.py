@@ -12,13 +12,18 @@ from torch.nn import functional as F
 from fairpruner.core.spaces import CostModel, Role, Slice, Spaces, UnitSpace
 from fairpruner.models.fingerprint import fingerprint
 
-Part = tuple[str, int, Role] | tuple[str, int, Role, Sequence[int]]  # tensor, dim, role, owner where it is not 0, 1, 2, …
+Part = (
+    tuple[str, int, Role] | tuple[str, int, Role, Sequence[int]]
+)  # tensor, dim, role, owner where it is not 0, 1, 2, …
 
 CLASSES = 3
 
 
 def space(name: str, size: int, *parts: Part) -> UnitSpace:
-    slices = tuple(Slice(tensor, dim, np.asarray(owner[0] if owner else np.arange(size), dtype=np.int64), role) for tensor, dim, role, *owner in parts)
+    slices = tuple(
+        Slice(tensor, dim, np.asarray(owner[0] if owner else np.arange(size), dtype=np.int64), role)
+        for tensor, dim, role, *owner in parts
+    )
     return UnitSpace(name, "channel", size, slices)
 
 
@@ -36,7 +41,15 @@ def mlp() -> tuple[nn.Module, Spaces]:
 
 def convnet() -> tuple[nn.Module, Spaces]:
     """Two convolutions, a batch norm and a flattened 2 x 2 map, called with [N, 2, 4, 4]."""
-    model = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 5, 3), nn.ReLU(), nn.Flatten(), nn.Linear(20, CLASSES))
+    model = nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Conv2d(4, 5, 3),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(20, CLASSES),
+    )
     bn = model[1]
     assert isinstance(bn, nn.BatchNorm2d)
     assert bn.running_mean is not None
@@ -45,9 +58,17 @@ def convnet() -> tuple[nn.Module, Spaces]:
     bn.running_var.uniform_(0.5, 2)
     nn.init.uniform_(bn.weight, 0.5, 2)
     nn.init.uniform_(bn.bias, -0.5, 0.5)
-    carried: list[Part] = [(f"1.{name}", 0, "carry") for name in ("weight", "bias", "running_mean", "running_var")]
+    carried: list[Part] = [
+        (f"1.{name}", 0, "carry") for name in ("weight", "bias", "running_mean", "running_var")
+    ]
     first = space("0", 4, ("0.weight", 0, "write"), ("0.bias", 0, "carry"), *carried, ("3.weight", 1, "read"))
-    second = space("3", 5, ("3.weight", 0, "write"), ("3.bias", 0, "carry"), ("6.weight", 1, "read", np.repeat(np.arange(5), 4)))
+    second = space(
+        "3",
+        5,
+        ("3.weight", 0, "write"),
+        ("3.bias", 0, "carry"),
+        ("6.weight", 1, "read", np.repeat(np.arange(5), 4)),
+    )
     return model, spaces_of(model, first, second)
 
 
@@ -68,14 +89,29 @@ class Residual(nn.Module):
 
 def residual() -> tuple[nn.Module, Spaces]:
     model = Residual()
-    stream = space("stem", 4, ("stem.weight", 0, "write"), ("block.weight", 1, "read"), ("block.weight", 0, "write"), ("head.weight", 1, "read"))
+    stream = space(
+        "stem",
+        4,
+        ("stem.weight", 0, "write"),
+        ("block.weight", 1, "read"),
+        ("block.weight", 0, "write"),
+        ("head.weight", 1, "read"),
+    )
     return model, spaces_of(model, stream)
 
 
 def grouped() -> tuple[nn.Module, Spaces]:
     """6 channels read by a convolution of 2 groups: unit u is channel u and channel u + 3."""
-    model = nn.Sequential(nn.Conv1d(2, 6, 3), nn.ReLU(), nn.Conv1d(6, 4, 2, groups=2), nn.Flatten(), nn.Linear(8, CLASSES))
-    both = space("0", 3, ("0.weight", 0, "write", [0, 1, 2, 0, 1, 2]), ("0.bias", 0, "carry", [0, 1, 2, 0, 1, 2]), ("2.weight", 1, "read"))
+    model = nn.Sequential(
+        nn.Conv1d(2, 6, 3), nn.ReLU(), nn.Conv1d(6, 4, 2, groups=2), nn.Flatten(), nn.Linear(8, CLASSES)
+    )
+    both = space(
+        "0",
+        3,
+        ("0.weight", 0, "write", [0, 1, 2, 0, 1, 2]),
+        ("0.bias", 0, "carry", [0, 1, 2, 0, 1, 2]),
+        ("2.weight", 1, "read"),
+    )
     return model, spaces_of(model, both)
 
 
@@ -107,8 +143,16 @@ def functional() -> tuple[nn.Module, Spaces]:
 
 def parametrized() -> tuple[nn.Module, Spaces]:
     """The reading weight is computed on the fly, so that only its module can be watched."""
-    model = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.utils.parametrizations.weight_norm(nn.Linear(6, CLASSES)))
-    first = space("0", 6, ("0.weight", 0, "write"), ("0.bias", 0, "carry"), ("2.parametrizations.weight.original1", 1, "read"))
+    model = nn.Sequential(
+        nn.Linear(5, 6), nn.ReLU(), nn.utils.parametrizations.weight_norm(nn.Linear(6, CLASSES))
+    )
+    first = space(
+        "0",
+        6,
+        ("0.weight", 0, "write"),
+        ("0.bias", 0, "carry"),
+        ("2.parametrizations.weight.original1", 1, "read"),
+    )
     return model, spaces_of(model, first)
 
 
@@ -142,8 +186,24 @@ def shared() -> tuple[nn.Module, Spaces]:
     return model, spaces_of(model, one)
 
 
-SHAPES = {"mlp": (5,), "convnet": (2, 4, 4), "residual": (2, 4, 4), "grouped": (2, 5), "functional": (2, 6), "parametrized": (5,), "shared": (5,)}
-NETS = {"mlp": mlp, "convnet": convnet, "residual": residual, "grouped": grouped, "functional": functional, "parametrized": parametrized, "shared": shared}
+SHAPES = {
+    "mlp": (5,),
+    "convnet": (2, 4, 4),
+    "residual": (2, 4, 4),
+    "grouped": (2, 5),
+    "functional": (2, 6),
+    "parametrized": (5,),
+    "shared": (5,),
+}
+NETS = {
+    "mlp": mlp,
+    "convnet": convnet,
+    "residual": residual,
+    "grouped": grouped,
+    "functional": functional,
+    "parametrized": parametrized,
+    "shared": shared,
+}
 
 
 def build(name: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Spaces]:
@@ -153,7 +213,9 @@ def build(name: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Spa
     return model.to(dtype).eval(), spaces
 
 
-def samples(name: str, count: int, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+def samples(
+    name: str, count: int, *, seed: int = 0, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor]:
     """Inputs whose mean depends on the class, and their labels, in random order."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.arange(count) % CLASSES

@@ -42,7 +42,9 @@ def overlaps(scores: Scores, name: str) -> list[int]:
 
 
 def depths_at(scores: Scores, dial: Fraction, multiple_of: int = 1, min_keep: float = 1) -> list[int]:
-    """Brute force, in fractions: the largest allowed depth with ToD <= dial; for a dial below 0, that share of the way to tolerance 0."""
+    """Brute force, in fractions: the largest allowed depth with ToD <= dial; for a dial below 0, that
+    share of the way to tolerance 0.
+    """
     found = []
     for space in scores.spaces:
         o, allowed = overlaps(scores, space.name), candidates(space.size, multiple_of, min_keep)
@@ -65,12 +67,17 @@ def plan_depths(plan: Plan) -> list[int]:
 
 
 def kept(scores: Scores, depths: list[int], metric: Metric) -> int:
-    removed = {space.name: removal_order(scores.removal[space.name])[:m].tolist() for space, m in zip(scores.spaces, depths, strict=True)}
+    removed = {
+        space.name: removal_order(scores.removal[space.name])[:m].tolist()
+        for space, m in zip(scores.spaces, depths, strict=True)
+    }
     return predict(scores.spaces, removed)[metric]
 
 
 @given(scores_with_ties, st.sampled_from(HUNDREDTHS), st.integers(1, 4), min_keeps)
-def test_tolerance_gives_the_deepest_allowed_prefixes(scores: Scores, alpha: float, multiple_of: int, min_keep: float) -> None:
+def test_tolerance_gives_the_deepest_allowed_prefixes(
+    scores: Scores, alpha: float, multiple_of: int, min_keep: float
+) -> None:
     plan = allocate(scores, alpha=alpha, multiple_of=multiple_of, min_keep=min_keep)
     assert plan_depths(plan) == depths_at(scores, Fraction(str(alpha)), multiple_of, min_keep)
     assert (plan.alpha, plan.rule, plan.exact) == (alpha, "tod", False)
@@ -80,7 +87,9 @@ def test_tolerance_gives_the_deepest_allowed_prefixes(scores: Scores, alpha: flo
 
 
 @given(scores_with_ties, st.sampled_from(HUNDREDTHS), st.sampled_from(HUNDREDTHS))
-def test_removed_sets_are_nested_and_kept_amounts_fall_as_the_tolerance_rises(scores: Scores, one: float, other: float) -> None:
+def test_removed_sets_are_nested_and_kept_amounts_fall_as_the_tolerance_rises(
+    scores: Scores, one: float, other: float
+) -> None:
     gentle, harsh = allocate(scores, alpha=min(one, other)), allocate(scores, alpha=max(one, other))
     assert all(set(gentle.removed[name]) <= set(harsh.removed[name]) for name in gentle.removed)
     assert all(gentle.predicted[metric] >= harsh.predicted[metric] for metric in METRICS)
@@ -91,7 +100,11 @@ def test_budgets_change_at_breakpoints_only(scores: Scores) -> None:
     breakpoints = [float(dial) for dial in all_dials(scores) if dial >= 0]
     for here, following in zip(breakpoints, [*breakpoints[1:], 1.0], strict=True):
         depths = plan_depths(allocate(scores, alpha=here))
-        assert depths == plan_depths(allocate(scores, alpha=(here + following) / 2)) == plan_depths(allocate(scores, alpha=float(np.nextafter(following, 0))))
+        assert (
+            depths
+            == plan_depths(allocate(scores, alpha=(here + following) / 2))
+            == plan_depths(allocate(scores, alpha=float(np.nextafter(following, 0))))
+        )
 
 
 @settings(max_examples=60)
@@ -99,7 +112,9 @@ def test_budgets_change_at_breakpoints_only(scores: Scores) -> None:
 def test_budget_is_the_nearest_of_all_breakpoints_and_keeps_more_on_a_tie(
     scores: Scores, metric: Metric, percent: int, multiple_of: int, min_keep: int
 ) -> None:
-    reachable = {kept(scores, depths_at(scores, dial, multiple_of, min_keep), metric) for dial in all_dials(scores)}
+    reachable = {
+        kept(scores, depths_at(scores, dial, multiple_of, min_keep), metric) for dial in all_dials(scores)
+    }
     target = Fraction(percent, 100) * max(reachable)
     assume(min(reachable) <= target)
     plan = allocate(scores, keep=Budget(metric, percent / 100), multiple_of=multiple_of, min_keep=min_keep)
@@ -107,7 +122,9 @@ def test_budget_is_the_nearest_of_all_breakpoints_and_keeps_more_on_a_tie(
     assert plan.predicted == {m: kept(scores, plan_depths(plan), m) for m in METRICS}
     assert plan.original == {m: kept(scores, [0] * len(scores.spaces), m) for m in METRICS}
     at_its_tolerance = allocate(scores, alpha=plan.alpha, multiple_of=multiple_of, min_keep=min_keep).depths
-    assert plan.depths == at_its_tolerance or (plan.alpha == 0 and all(depth <= at_its_tolerance[name] for name, depth in plan.depths.items()))
+    assert plan.depths == at_its_tolerance or (
+        plan.alpha == 0 and all(depth <= at_its_tolerance[name] for name, depth in plan.depths.items())
+    )
 
 
 @settings(max_examples=50)
@@ -116,26 +133,37 @@ def test_every_reachable_share_and_count_is_given_back(scores: Scores, rule: str
     original = kept(scores, [0] * len(scores.spaces), "units")
     for count in range(1, original + 1):
         try:
-            plan = allocate(scores, keep=Budget("flops", count / original), rule=rule, multiple_of=multiple_of)
+            plan = allocate(
+                scores, keep=Budget("flops", count / original), rule=rule, multiple_of=multiple_of
+            )
         except FairprunerError:
             continue
-        for metric in METRICS:  # a plan's own share or count, asked for again, is within reach and gives that amount
+        for (
+            metric
+            # a plan's own share or count, asked for again, is within reach and gives that amount
+        ) in METRICS:
             again = [
-                allocate(scores, keep=Budget(metric, amount), rule=rule, multiple_of=multiple_of) for amount in (plan.share(metric), plan.predicted[metric])
+                allocate(scores, keep=Budget(metric, amount), rule=rule, multiple_of=multiple_of)
+                for amount in (plan.share(metric), plan.predicted[metric])
             ]
             assert [p.predicted[metric] for p in again] == [plan.predicted[metric]] * 2
 
 
 def test_shares_are_read_as_decimals() -> None:
     assert 0.29 * 50 < 14.5
-    assert allocate(random_scores([50], seed=0), keep=Budget("units", 0.29), rule="global").predicted["units"] == 15  # a tie: keep more
+    assert (
+        allocate(random_scores([50], seed=0), keep=Budget("units", 0.29), rule="global").predicted["units"]
+        == 15
+    )  # a tie: keep more
     assert 1 / 49 * 49 < 1
-    assert allocate(random_scores([49], seed=0), keep=Budget("units", 1 / 49)).predicted["units"] == 1  # within reach
+    assert (
+        allocate(random_scores([49], seed=0), keep=Budget("units", 1 / 49)).predicted["units"] == 1
+    )  # within reach
 
 
 def test_constraints_come_before_the_maximum() -> None:
-    # ToD at depths 0..8: the deepest with ToD <= 0.4 is 5, which keeps 3. Rounding that to an even count afterwards
-    # would keep 4 at ToD 1/2 > 0.4; the right answer is the depth 2 at ToD 0.
+    # ToD at depths 0..8: the deepest with ToD <= 0.4 is 5, which keeps 3. Rounding that to an even count
+    # afterwards would keep 4 at ToD 1/2 > 0.4; the right answer is the depth 2 at ToD 0.
     scores = hand_scores([list(range(8))], [[6, 1, 2, 8, 3, 4, 5, 7]])
     tod = conflict_curve(scores.removal["s0"], scores.protection["s0"]).tod
     assert tod.tolist() == [0, 0, 0, 1 / 3, 2 / 4, 2 / 5, 4 / 6, 6 / 7, 1]
@@ -171,7 +199,13 @@ def test_keeping_everything_is_the_empty_plan(scores: Scores, rule: str, metric:
 def test_uniform_removes_the_same_share_everywhere(scores: Scores, percent: int, min_keep: int) -> None:
     total = sum(space.size for space in scores.spaces)
     shares = {Fraction(k, space.size) for space in scores.spaces for k in range(space.size)}
-    profiles = [[max(m for m in candidates(space.size, 1, min_keep) if m <= share * space.size) for space in scores.spaces] for share in shares]
+    profiles = [
+        [
+            max(m for m in candidates(space.size, 1, min_keep) if m <= share * space.size)
+            for space in scores.spaces
+        ]
+        for share in shares
+    ]
     reachable = {total - sum(profile) for profile in profiles}
     target = Fraction(percent, 100) * total
     assume(min(reachable) <= target)
@@ -186,16 +220,24 @@ def test_global_takes_the_first_of_one_merged_ranking(scores: Scores, count: int
     ranking = []
     for s, space in enumerate(scores.spaces):  # the last unit of a space stays, whatever its score
         values = scores.removal[space.name]
-        ranking += [(values[unit], s, position, unit) for position, unit in enumerate(removal_order(values)[: space.size - 1].tolist())]
+        ranking += [
+            (values[unit], s, position, unit)
+            for position, unit in enumerate(removal_order(values)[: space.size - 1].tolist())
+        ]
     assume(count <= len(ranking))
     total = sum(space.size for space in scores.spaces)
     plan = allocate(scores, keep=Budget("units", total - count), rule="global")
-    expected = {name: tuple(unit for _, s, _, unit in sorted(ranking)[:count] if scores.spaces[s].name == name) for name in scores.spaces.names}
+    expected = {
+        name: tuple(unit for _, s, _, unit in sorted(ranking)[:count] if scores.spaces[s].name == name)
+        for name in scores.spaces.names
+    }
     assert plan.removed == expected
 
 
 def exact_by_hand(scores: Scores, count: int) -> list[int]:
-    """The repair as it is described: from the last breakpoint that keeps enough, one unit at a time where ToD is lowest next."""
+    """The repair as it is described: from the last breakpoint that keeps enough, one unit at a time where
+    ToD is lowest next.
+    """
     steps = [depths_at(scores, dial) for dial in all_dials(scores)]
     total = sum(space.size for space in scores.spaces)
     above = [depths for depths in steps if total - sum(depths) >= count][-1]
@@ -210,7 +252,10 @@ def exact_by_hand(scores: Scores, count: int) -> list[int]:
 @settings(max_examples=60)
 @given(scores_with_ties, st.data())
 def test_exact_hits_every_count_by_the_least_conflict(scores: Scores, data: st.DataObject) -> None:
-    total, smallest = sum(space.size for space in scores.spaces), sum(space.size for space in scores.spaces) - sum(depths_at(scores, all_dials(scores)[-1]))
+    total, smallest = (
+        sum(space.size for space in scores.spaces),
+        sum(space.size for space in scores.spaces) - sum(depths_at(scores, all_dials(scores)[-1])),
+    )
     count = data.draw(st.integers(smallest, total))
     plan = allocate(scores, keep=Budget("units", count), exact=True)
     assert plan.predicted["units"] == count
@@ -224,18 +269,25 @@ def test_exact_hits_every_count_by_the_least_conflict(scores: Scores, data: st.D
 @given(scores_with_ties, st.sampled_from(("uniform", "global")))
 def test_exact_hits_every_count_with_the_other_rules(scores: Scores, rule: str) -> None:
     counts = range(len(scores.spaces), sum(space.size for space in scores.spaces) + 1)
-    assert [plan.predicted["units"] for plan in sweep(scores, "units", counts, rule=rule, exact=True)] == list(counts)
+    assert [
+        plan.predicted["units"] for plan in sweep(scores, "units", counts, rule=rule, exact=True)
+    ] == list(counts)
 
 
 @settings(max_examples=60)
 @given(scores_with_ties, st.sampled_from(RULES), st.sampled_from(["params", "flops"]), st.integers(20, 99))
-def test_exact_is_never_farther_from_the_target(scores: Scores, rule: str, metric: Metric, percent: int) -> None:
+def test_exact_is_never_farther_from_the_target(
+    scores: Scores, rule: str, metric: Metric, percent: int
+) -> None:
     budget = Budget(metric, percent / 100)
     try:
         plain = allocate(scores, keep=budget, rule=rule)
     except FairprunerError:
         assume(False)
-    exact, target = allocate(scores, keep=budget, rule=rule, exact=True), percent / 100 * plain.original[metric]
+    exact, target = (
+        allocate(scores, keep=budget, rule=rule, exact=True),
+        percent / 100 * plain.original[metric],
+    )
     assert abs(exact.predicted[metric] - target) <= abs(plain.predicted[metric] - target) + 1e-9
     assert exact.predicted == {m: kept(scores, plan_depths(exact), m) for m in METRICS}
 
@@ -246,7 +298,9 @@ def test_exact_hits_expert_counts_that_a_shared_tolerance_misses() -> None:
     assert [plan.predicted["units"] for plan in exact] == list(counts)
     missed = [p for p, count in zip(plain, counts, strict=True) if p.predicted["units"] != count]
     assert len(missed) > 5
-    for before, after in zip(exact[1:], exact, strict=False):  # one unit fewer kept is one unit more removed, so the plans are nested
+    for before, after in zip(
+        exact[1:], exact, strict=False
+    ):  # one unit fewer kept is one unit more removed, so the plans are nested
         assert all(set(before.removed[name]) <= set(after.removed[name]) for name in before.removed)
 
 
@@ -257,14 +311,23 @@ def test_units_that_cost_nothing_stay_where_they_do_not_help() -> None:
     steps = [depths_at(scores, dial) for dial in all_dials(scores)]
     for count in np.arange(1, 8, 0.4):  # also between two steps, nearer to either
         plan = allocate(scores, keep=Budget("params", count / 8))
-        assert plan_depths(plan) == next(depths for depths in steps if 8 - depths[0] == plan.predicted["params"])
-    assert plan_depths(allocate(scores, keep=Budget("flops", 0.5))) == [0, 0]  # a model without FLOPs is at half of them already
+        assert plan_depths(plan) == next(
+            depths for depths in steps if 8 - depths[0] == plan.predicted["params"]
+        )
+    assert plan_depths(allocate(scores, keep=Budget("flops", 0.5))) == [
+        0,
+        0,
+    ]  # a model without FLOPs is at half of them already
 
 
 def test_costs_of_units_that_own_unequal_parts() -> None:
     scores = random_scores([9, 6, 5], seed=5, owned=RAGGED)
     # w0 is 3 x 18 once, w1 18 x 6 twice, w2 6 x 5 three times, w3 5 x 10 four times.
-    assert allocate(scores, alpha=0.3).original == {"units": 20, "params": 54 + 108 + 30 + 50, "flops": 54 + 216 + 90 + 200}
+    assert allocate(scores, alpha=0.3).original == {
+        "units": 20,
+        "params": 54 + 108 + 30 + 50,
+        "flops": 54 + 216 + 90 + 200,
+    }
     for plan in sweep(scores, "params", [0.9, 0.6, 0.4, 0.25]):
         assert plan.predicted == predict(scores.spaces, plan.removed)
 
@@ -274,7 +337,9 @@ def test_a_sweep_gives_the_plans_of_single_calls(rule: str) -> None:
     scores, amounts = random_scores([30, 50, 20], seed=7), [0.9, 0.5, 300, 0.3]
     options = {"rule": rule, "exact": True, "multiple_of": 2, "min_keep": 0.2}
     single = [allocate(scores, keep=Budget("params", amount), **options) for amount in amounts]
-    assert [plan.removed for plan in sweep(scores, "params", iter(amounts), **options)] == [plan.removed for plan in single]
+    assert [plan.removed for plan in sweep(scores, "params", iter(amounts), **options)] == [
+        plan.removed for plan in single
+    ]
 
 
 def test_shuffled_keeps_the_depths_and_draws_the_units() -> None:
@@ -287,5 +352,7 @@ def test_shuffled_keeps_the_depths_and_draws_the_units() -> None:
     assert (first.rule, first.alpha) == ("tod+random", plan.alpha)
     assert first.predicted == predict(scores.spaces, first.removed)
     assert all(type(unit) is int for units in first.removed.values() for unit in units)
-    drawn = np.bincount([unit for seed in range(400) for unit in shuffled(plan, seed).removed["s2"]], minlength=30)
+    drawn = np.bincount(
+        [unit for seed in range(400) for unit in shuffled(plan, seed).removed["s2"]], minlength=30
+    )
     assert drawn.min() > 0.7 * drawn.mean()  # every unit is drawn about as often

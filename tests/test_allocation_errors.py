@@ -16,7 +16,9 @@ def test_bad_tolerances_are_refused(alpha: object) -> None:
         allocate(SCORES, alpha=alpha)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("amount", [0, 0.0, 1.5, -3, -0.5, float("nan"), float("inf"), True, "half", None, 51])
+@pytest.mark.parametrize(
+    "amount", [0, 0.0, 1.5, -3, -0.5, float("nan"), float("inf"), True, "half", None, 51]
+)
 def test_bad_budgets_are_refused(amount: object) -> None:
     with pytest.raises(FairprunerError, match=r"Budget units keep="):
         sweep(SCORES, "units", [amount])  # type: ignore[list-item]
@@ -26,7 +28,10 @@ def test_bad_budgets_are_refused(amount: object) -> None:
     ("options", "says"),
     [
         ({}, "either a tolerance or a budget, .* found alpha=None, keep=None"),
-        ({"alpha": 0.1, "keep": Budget("units", 0.5)}, "either a tolerance or a budget, .* found alpha=0.1, keep=Budget"),
+        (
+            {"alpha": 0.1, "keep": Budget("units", 0.5)},
+            "either a tolerance or a budget, .* found alpha=0.1, keep=Budget",
+        ),
         ({"alpha": 0.1, "exact": True}, "exact=True a budget, found alpha=0.1, keep=None and exact=True"),
         ({"keep": 0.5}, r"keep is 0.5, expected a budget: for example keep=Budget\('flops', 0.5\)"),
         ({"alpha": 0.1, "rule": "uniform"}, "found rule='uniform': give keep=Budget"),
@@ -46,17 +51,40 @@ def test_bad_options_are_refused(options: dict[str, object], says: str) -> None:
 @pytest.mark.parametrize(
     ("scores", "options", "says"),
     [
-        (SCORES, {}, r"Budget units keep=0.03 is out of reach: the smallest plan keeps 0.04 (every space at its minimum). Raise keep."),
+        (
+            SCORES,
+            {},
+            (
+                r"Budget units keep=0.03 is out of reach: the smallest plan keeps 0.04 (every space at its"
+                r" minimum). Raise keep."
+            ),
+        ),
         (
             SCORES,
             {"min_keep": 8},
-            r"Budget units keep=0.03 is out of reach: the smallest plan keeps 0.32 (every space at its minimum). Raise keep, or lower min_keep.",
+            (
+                r"Budget units keep=0.03 is out of reach: the smallest plan keeps 0.32 (every space at its"
+                r" minimum). Raise keep, or lower min_keep."
+            ),
         ),
-        (SCORES, {"multiple_of": 8, "rule": "global"}, "the smallest plan keeps 0.32 (every space at its minimum). Raise keep, or lower multiple_of."),
-        (OPPOSED, {}, "the smallest plan keeps 0.625 (at tolerance 0.667, the largest below 1). Raise keep, or use rule='uniform'."),
+        (
+            SCORES,
+            {"multiple_of": 8, "rule": "global"},
+            "the smallest plan keeps 0.32 (every space at its minimum). Raise keep, or lower multiple_of.",
+        ),
+        (
+            OPPOSED,
+            {},
+            (
+                "the smallest plan keeps 0.625 (at tolerance 0.667, the largest below 1). Raise keep, or use"
+                " rule='uniform'."
+            ),
+        ),
     ],
 )
-def test_a_budget_out_of_reach_says_what_is_within(scores: Scores, options: dict[str, object], says: str) -> None:
+def test_a_budget_out_of_reach_says_what_is_within(
+    scores: Scores, options: dict[str, object], says: str
+) -> None:
     with pytest.raises(FairprunerError) as error:
         allocate(scores, keep=Budget("units", 0.03), **options)  # type: ignore[arg-type]
     assert str(error.value).endswith(says)

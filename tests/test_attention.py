@@ -21,16 +21,27 @@ def test_with_all_heads_it_is_the_stock_module(batch_first: bool, need_weights: 
     stock = nn.MultiheadAttention(12, 3, batch_first=batch_first, dtype=torch.float64, **sizes).eval()
     ours = copy.deepcopy(stock)
     ours.__class__ = FewerHeadsAttention
-    query, key, value = torch.randn(2, 5, 12).double(), torch.randn(2, 7, sizes.get("kdim", 12)).double(), torch.randn(2, 7, sizes.get("vdim", 12)).double()
+    query, key, value = (
+        torch.randn(2, 5, 12).double(),
+        torch.randn(2, 7, sizes.get("kdim", 12)).double(),
+        torch.randn(2, 7, sizes.get("vdim", 12)).double(),
+    )
     padding = torch.tensor([[False] * 7, [False] * 4 + [True] * 3])
     turned = (query, key, value) if batch_first else tuple(t.transpose(0, 1) for t in (query, key, value))
-    masks = [{}, {"key_padding_mask": padding}, {"attn_mask": torch.randn(5, 7).double()}, {"attn_mask": torch.randn(5, 7) > 1, "key_padding_mask": padding}]
+    masks = [
+        {},
+        {"key_padding_mask": padding},
+        {"attn_mask": torch.randn(5, 7).double()},
+        {"attn_mask": torch.randn(5, 7) > 1, "key_padding_mask": padding},
+    ]
     for options in masks:
         options = {"need_weights": need_weights, **options}
         for mine, theirs in zip(ours(*turned, **options), stock(*turned, **options), strict=True):
             assert (mine is None and theirs is None) or torch.allclose(mine, theirs, atol=1e-12)
     single = [t[0] for t in (query, key, value)]
-    for mine, theirs in zip(ours(*single, average_attn_weights=False), stock(*single, average_attn_weights=False), strict=True):
+    for mine, theirs in zip(
+        ours(*single, average_attn_weights=False), stock(*single, average_attn_weights=False), strict=True
+    ):
         assert torch.allclose(mine, theirs, atol=1e-12)
 
 
@@ -40,7 +51,9 @@ def test_heads_of_stock_attention_and_of_encoder_layers_are_cut() -> None:
     example = torch.randn(2, 5, 24, dtype=torch.float64)
     spaces = fp.discover(model, example)
     assert {s.name: (s.kind, s.size) for s in spaces} == {
-        f"layers.{i}.{n}": u for i in (0, 1) for n, u in {"self_attn": ("head", 4), "linear1": ("hidden", 48)}.items()
+        f"layers.{i}.{n}": u
+        for i in (0, 1)
+        for n, u in {"self_attn": ("head", 4), "linear1": ("hidden", 48)}.items()
     }
     small = check_cut(model, example, spaces, {"layers.0.self_attn": (1, 2), "layers.1.self_attn": (0,)})
     assert [small.layers[i].self_attn.num_heads for i in (0, 1)] == [2, 3]

@@ -1,4 +1,6 @@
-"""The command line: what each command writes and prints, its exit codes, and no traceback for a user's mistake."""
+"""The command line: what each command writes and prints, its exit codes, and no traceback for a user's
+mistake.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,12 @@ def test_the_demo_halves_the_flops_and_says_what_it_did(made: Path) -> None:
     text = (made / "printed.txt").read_text(encoding="utf-8")
     plan = Plan.load(made / "pruned" / "plan.json")
     assert 0.45 < plan.share("flops") < 0.55
-    for word in ("Accuracy on the test digits", str(made), *plan.spaces.names, f"{plan.predicted['flops']:,}"):
+    for word in (
+        "Accuracy on the test digits",
+        str(made),
+        *plan.spaces.names,
+        f"{plan.predicted['flops']:,}",
+    ):
         assert word in text, word
 
 
@@ -106,11 +113,27 @@ def test_the_demo_does_not_overwrite_unless_forced(work: Path) -> None:
 
 def test_the_pipeline_from_files_to_a_smaller_model(work: Path) -> None:
     spaces = printed_json("discover", DEMO, "--shape", "1,8,8")
-    assert {s["name"]: s["size"] for s in spaces["spaces"]} == {"stem": 24, "block1.conv1": 24, "down": 48, "block2.conv1": 48}
+    assert {s["name"]: s["size"] for s in spaces["spaces"]} == {
+        "stem": 24,
+        "block1.conv1": 24,
+        "down": 48,
+        "block2.conv1": 48,
+    }
     assert list(spaces["left_out"]) == ["head"]
 
     scored = printed_json(
-        "score", DEMO, "--weights", "net.safetensors", "--data", "digits.npz", "-o", "s.safetensors", "--removal", "l1,wasserstein", "--samples", 200
+        "score",
+        DEMO,
+        "--weights",
+        "net.safetensors",
+        "--data",
+        "digits.npz",
+        "-o",
+        "s.safetensors",
+        "--removal",
+        "l1,wasserstein",
+        "--samples",
+        200,
     )
     assert (scored["removal"], scored["samples"]) == (["l1", "wasserstein"], 200)
     assert all(-1 <= space["stability"]["taylor"] <= 1 for space in scored["spaces"])
@@ -119,7 +142,9 @@ def test_the_pipeline_from_files_to_a_smaller_model(work: Path) -> None:
     swept = printed_json("sweep", "s.safetensors", "--metric", "params", "--amounts", "0.4,0.8")
     assert [abs(plan["share"]["params"] - plan["asked"]) < 0.05 for plan in swept["plans"]] == [True, True]
 
-    planned = printed_json("plan", "s.safetensors", "--keep", "flops=0.5", "-o", "p.json", "--removal", "wasserstein")
+    planned = printed_json(
+        "plan", "s.safetensors", "--keep", "flops=0.5", "-o", "p.json", "--removal", "wasserstein"
+    )
     assert planned["kept"]["flops"] == pytest.approx(0.5, abs=0.05)
     assert {row["space"] for row in planned["spaces"]} == {s["name"] for s in spaces["spaces"]}
 
@@ -138,7 +163,15 @@ def test_score_and_plan_are_the_same_as_from_python(work: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [["--rule", "uniform"], ["--exact"], ["--multiple-of", 8], ["--min-keep", 0.5], ["--min-keep", 12], ["--rule", "global", "--exact"]]
+    "options",
+    [
+        ["--rule", "uniform"],
+        ["--exact"],
+        ["--multiple-of", 8],
+        ["--min-keep", 0.5],
+        ["--min-keep", 12],
+        ["--rule", "global", "--exact"],
+    ],
 )
 def test_plan_options_reach_the_allocation(work: Path, options: list[object]) -> None:
     planned = printed_json("plan", "scores.safetensors", "--keep", "units=0.75", *options)
@@ -148,7 +181,10 @@ def test_plan_options_reach_the_allocation(work: Path, options: list[object]) ->
         "--rule": lambda: planned["rule"] == options[1],
         "--exact": lambda: plan.predicted["units"] == 108,
         "--multiple-of": lambda: all(k % 8 == 0 for k in kept.values()),
-        "--min-keep": lambda: all(k >= (options[1] if isinstance(options[1], int) else options[1] * plan.spaces[name].size) for name, k in kept.items()),
+        "--min-keep": lambda: all(
+            k >= (options[1] if isinstance(options[1], int) else options[1] * plan.spaces[name].size)
+            for name, k in kept.items()
+        ),
     }
     assert expected[str(options[0])]()
 
@@ -156,23 +192,41 @@ def test_plan_options_reach_the_allocation(work: Path, options: list[object]) ->
 def test_skip_leaves_a_space_alone(work: Path) -> None:
     content = printed_json("discover", DEMO, "--data", "digits.npz", "--skip", "block*", "--skip", "stem")
     assert [s["name"] for s in content["spaces"]] == ["down"]
-    scored = printed_json("score", DEMO, "--data", "digits.npz", "--skip", "stem", "--samples", 40, "-o", "s.safetensors")
+    scored = printed_json(
+        "score", DEMO, "--data", "digits.npz", "--skip", "stem", "--samples", 40, "-o", "s.safetensors"
+    )
     assert "stem" not in [s["name"] for s in scored["spaces"]]
 
 
-@pytest.mark.parametrize(("path", "word"), [("scores.safetensors", "1,257 samples"), ("pruned", "keeps"), ("pruned/plan.json", "keeps")])
+@pytest.mark.parametrize(
+    ("path", "word"),
+    [("scores.safetensors", "1,257 samples"), ("pruned", "keeps"), ("pruned/plan.json", "keeps")],
+)
 def test_info_knows_every_kind_of_file(work: Path, path: str, word: str) -> None:
     assert word in run("info", path).stdout
     assert printed_json("info", path)["file"] == path
 
 
-def test_a_zoos_model_knows_its_input_and_tells_that_its_weights_are_random(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_zoos_model_knows_its_input_and_tells_that_its_weights_are_random(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     content = printed_json("discover", "timm:test_resnet")
     assert content["spaces"]
     x = np.random.default_rng(0).integers(0, 255, (8, 3, 64, 64), dtype=np.uint8)
     np.savez("d.npz", x=x, y=np.arange(8) % 2)
-    result = run("score", "timm:test_resnet", "--data", "d.npz", "--mean", "0.5", "--std", "0.25,0.25,0.25", "--removal", "l1")
+    result = run(
+        "score",
+        "timm:test_resnet",
+        "--data",
+        "d.npz",
+        "--mean",
+        "0.5",
+        "--std",
+        "0.25,0.25,0.25",
+        "--removal",
+        "l1",
+    )
     assert "timm:test_resnet has random weights" in result.stderr
     run("plan", "scores.safetensors", "--keep", "flops=0.6")
     run("cut", "timm:test_resnet", "plan.json", "-o", "small")
@@ -184,7 +238,11 @@ def test_a_zoos_model_knows_its_input_and_tells_that_its_weights_are_random(tmp_
 
 def test_tables_are_printed_without_markup_or_escape_codes(work: Path) -> None:
     os.rename("scores.safetensors", "[bold]scores.safetensors")
-    for command in (["sweep", "[bold]scores.safetensors"], ["plan", "[bold]scores.safetensors", "--alpha", "0.1"], ["info", "[bold]scores.safetensors"]):
+    for command in (
+        ["sweep", "[bold]scores.safetensors"],
+        ["plan", "[bold]scores.safetensors", "--alpha", "0.1"],
+        ["info", "[bold]scores.safetensors"],
+    ):
         text = run(*command).stdout
         assert "\x1b" not in text
     assert "[bold]scores.safetensors" in text
@@ -206,9 +264,16 @@ def test_every_command_is_listed_and_the_version_is_known() -> None:
 
 
 def test_completion_offers_the_rules() -> None:
-    environment = {**os.environ, "_FAIRPRUNER_COMPLETE": "complete_bash", "COMP_WORDS": "fairpruner plan x --rule ", "COMP_CWORD": "4"}
+    environment = {
+        **os.environ,
+        "_FAIRPRUNER_COMPLETE": "complete_bash",
+        "COMP_WORDS": "fairpruner plan x --rule ",
+        "COMP_CWORD": "4",
+    }
     code = "from fairpruner.cli import app; app(prog_name='fairpruner')"
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
     assert done.stdout.split() == ["tod", "uniform", "global"]
 
 
@@ -220,16 +285,40 @@ def test_completion_offers_the_rules() -> None:
     [
         (["discover", DEMO], "give --shape, such as"),
         (["discover", DEMO, "--shape", "3,8,8"], "example does not fit the model"),
-        (["discover", DEMO, "--shape", "1,8,8", "--kinds", "chanel"], "Unknown kind 'chanel': did you mean 'channel'"),
-        (["discover", DEMO, "--shape", "1,8,8", "--skip", "steam"], "Unknown space to skip 'steam': did you mean 'stem'"),
+        (
+            ["discover", DEMO, "--shape", "1,8,8", "--kinds", "chanel"],
+            "Unknown kind 'chanel': did you mean 'channel'",
+        ),
+        (
+            ["discover", DEMO, "--shape", "1,8,8", "--skip", "steam"],
+            "Unknown space to skip 'steam': did you mean 'stem'",
+        ),
         (
             ["score", DEMO, "--data", "digits.npz", "-o", "new.safetensors", "--removal", "wassertein"],
             "Unknown removal signal 'wassertein': did you mean 'wasserstein'",
         ),
-        (["score", DEMO, "--data", "digits.npz", "-o", "new.safetensors", "--weights", "pruned/model.safetensors"], "do not fit DigitsNet"),
-        (["score", DEMO, "--data", "digits.npz", "-o", "new.safetensors", "--device", "nowhere"], "cannot be put on the device 'nowhere'"),
+        (
+            [
+                "score",
+                DEMO,
+                "--data",
+                "digits.npz",
+                "-o",
+                "new.safetensors",
+                "--weights",
+                "pruned/model.safetensors",
+            ],
+            "do not fit DigitsNet",
+        ),
+        (
+            ["score", DEMO, "--data", "digits.npz", "-o", "new.safetensors", "--device", "nowhere"],
+            "cannot be put on the device 'nowhere'",
+        ),
         (["score", DEMO, "--data", "digits.npz", "-o", "new.safetensors", "--samples", "0"], "samples is 0"),
-        (["score", DEMO, "--data", "digits.npz"], "scores.safetensors already exists: choose another name, or replace it with --force"),
+        (
+            ["score", DEMO, "--data", "digits.npz"],
+            "scores.safetensors already exists: choose another name, or replace it with --force",
+        ),
         (["sweep", "scores.safetensors", "--metric", "flop"], "Unknown metric 'flop': did you mean 'flops'"),
         (["sweep", "scores.safetensors", "--amounts", "1.5"], "is not a share in"),
         (["sweep", "nothing.safetensors"], "Cannot read nothing.safetensors"),
@@ -239,22 +328,36 @@ def test_completion_offers_the_rules() -> None:
         (["plan", "scores.safetensors", "--keep", "flops=-1"], "keeps nothing"),
         (["plan", "scores.safetensors", "--alpha", "1"], r"Alpha is 1, expected a tolerance in [0, 1)"),
         (["plan", "scores.safetensors", "--alpha", "nan"], "Alpha is nan"),
-        (["plan", "scores.safetensors", "--alpha", "0.1", "--keep", "flops=0.5"], "either a tolerance or a budget"),
+        (
+            ["plan", "scores.safetensors", "--alpha", "0.1", "--keep", "flops=0.5"],
+            "either a tolerance or a budget",
+        ),
         (["plan", "scores.safetensors"], "either a tolerance or a budget"),
-        (["plan", "scores.safetensors", "--keep", "flops=0.5", "--rule", "tot"], "Unknown rule 'tot': did you mean 'tod'"),
+        (
+            ["plan", "scores.safetensors", "--keep", "flops=0.5", "--rule", "tot"],
+            "Unknown rule 'tot': did you mean 'tod'",
+        ),
         (["plan", "scores.safetensors", "--keep", "flops=0.5", "--removal", "l1"], "Unknown signal 'l1'"),
         (["plan", "scores.safetensors", "--keep", "flops=0.5", "-o", "digits.npz/plan.json"], "Cannot write"),
         (["cut", "torch.nn:Identity", "pruned/plan.json", "-o", "new"], "belongs to another model"),
         (["cut", DEMO, "pruned/plan.json"], "pruned already exists"),
-        (["cut", DEMO, "pruned/plan.json", "-o", ".", "--force"], "holds more than a pruned model, so --force will not replace it"),
+        (
+            ["cut", DEMO, "pruned/plan.json", "-o", ".", "--force"],
+            "holds more than a pruned model, so --force will not replace it",
+        ),
         (["cut", DEMO, "scores.safetensors", "-o", "new"], "Cannot read scores.safetensors"),
         (["demo", "-o", "digits.npz/demo"], "is no folder that can be written"),
-        (["score", DEMO, "--data", "nothing.npz", "-o", "digits.npz/s.safetensors"], "Cannot write digits.npz/s.safetensors"),
+        (
+            ["score", DEMO, "--data", "nothing.npz", "-o", "digits.npz/s.safetensors"],
+            "Cannot write digits.npz/s.safetensors",
+        ),
         (["info", "nothing"], "Cannot read nothing"),
         (["info", "digits.npz"], "Cannot read digits.npz"),
     ],
 )
-def test_a_mistake_is_one_sentence_and_nothing_is_written(work: Path, arguments: list[str], message: str) -> None:
+def test_a_mistake_is_one_sentence_and_nothing_is_written(
+    work: Path, arguments: list[str], message: str
+) -> None:
     before = sorted(p for p in work.rglob("*"))
     assert message in refused(*arguments)
     assert sorted(p for p in work.rglob("*")) == before
@@ -291,7 +394,9 @@ def test_a_real_bug_keeps_its_traceback(work: Path, monkeypatch: pytest.MonkeyPa
         raise ZeroDivisionError
 
     monkeypatch.setattr(fp, "allocate", broken)
-    assert isinstance(CliRunner().invoke(app, ["plan", "scores.safetensors", "--alpha", "0.1"]).exception, ZeroDivisionError)
+    assert isinstance(
+        CliRunner().invoke(app, ["plan", "scores.safetensors", "--alpha", "0.1"]).exception, ZeroDivisionError
+    )
 
 
 # In a process of its own
@@ -302,8 +407,13 @@ def command(*arguments: str) -> list[str]:
 
 
 def test_ctrl_c_ends_with_130_and_no_traceback(tmp_path: Path) -> None:
-    (tmp_path / "slow.py").write_text("import time\nfrom pathlib import Path\n\ndef build():\n    Path('started').touch()\n    time.sleep(60)\n")
-    listening = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a job in the background of a shell is told to ignore it
+    (tmp_path / "slow.py").write_text(
+        "import time\nfrom pathlib import Path\n\ndef build():\n    Path('started').touch()\n   "
+        " time.sleep(60)\n"
+    )
+    listening = partial(
+        signal.signal, signal.SIGINT, signal.SIG_DFL
+    )  # a job in the background of a shell is told to ignore it
     process = subprocess.Popen(
         command("discover", "slow.py:build", "--shape", "1,8,8"),
         cwd=tmp_path,
@@ -322,16 +432,28 @@ def test_ctrl_c_ends_with_130_and_no_traceback(tmp_path: Path) -> None:
 
 
 def test_warnings_are_told_without_the_code_that_gave_them(tmp_path: Path) -> None:
-    told = "import warnings\nfrom fairpruner.errors import FairprunerWarning\n\ndef build():\n    warnings.warn('Too few samples.', FairprunerWarning)\n    warnings.warn('other')\n    raise SystemExit(3)\n"
+    told = (
+        "import warnings\nfrom fairpruner.errors import FairprunerWarning\n\ndef build():\n   "
+        " warnings.warn('Too few samples.', FairprunerWarning)\n    warnings.warn('other')\n    raise"
+        " SystemExit(3)\n"
+    )
     (tmp_path / "warner.py").write_text(told)
-    done = subprocess.run(command("discover", "warner.py:build", "--shape", "1,8,8"), cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command("discover", "warner.py:build", "--shape", "1,8,8"),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     lines = done.stderr.splitlines()
     assert lines[0] == "Warning: Too few samples."
     assert lines[1].endswith("UserWarning: other")
 
 
 def test_the_installed_command_refuses_without_a_traceback(tmp_path: Path) -> None:
-    done = subprocess.run(command("info", "nothing"), cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command("info", "nothing"), cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("Error: Cannot read nothing")
 
@@ -344,20 +466,56 @@ def test_a_cut_is_mended_and_recovered_from_the_command_line(work: Path) -> None
     common = ["--weights", work / "net.safetensors", "--data", work / "digits.npz"]
     run("plan", work / "scores.safetensors", "--keep", "flops=0.5", "-o", work / "plan.json")
     run("cut", DEMO, work / "plan.json", "--weights", work / "net.safetensors", "-o", work / "plain")
-    told = run("cut", DEMO, work / "plan.json", *common, "--repair", "sequential", "-o", work / "mended").stdout
+    told = run(
+        "cut", DEMO, work / "plan.json", *common, "--repair", "sequential", "-o", work / "mended"
+    ).stdout
     assert "Repair: " in told
     assert " repaired (fitted" in told
     plain, mended = (demo.accuracy(fp.load(work / name, build=DEMO), test) for name in ("plain", "mended"))
     assert mended > plain + 0.3
-    content = printed_json("recover", work / "mended", "--model", DEMO, "--data", work / "digits.npz", "--epochs", "2", "-o", work / "recovered")
+    content = printed_json(
+        "recover",
+        work / "mended",
+        "--model",
+        DEMO,
+        "--data",
+        work / "digits.npz",
+        "--epochs",
+        "2",
+        "-o",
+        work / "recovered",
+    )
     assert [epoch["number"] for epoch in content["epochs"]] == [1, 2]
     assert demo.accuracy(fp.load(work / "recovered", build=DEMO), test) > 0.97
-    assert "--repair sequential looks at samples: give --data" in refused("cut", DEMO, work / "plan.json", "--repair", "sequential", "-o", work / "x")
+    assert "--repair sequential looks at samples: give --data" in refused(
+        "cut", DEMO, work / "plan.json", "--repair", "sequential", "-o", work / "x"
+    )
 
 
 def test_prune_does_the_whole_job_in_rounds(work: Path) -> None:
-    options = ["--keep", "flops=0.4", "--rounds", "2", "--repair", "least_squares", "--recover-epochs", "1", "--samples", "400"]
-    content = printed_json("prune", DEMO, "--weights", work / "net.safetensors", "--data", work / "digits.npz", *options, "-o", work / "whole")
+    options = [
+        "--keep",
+        "flops=0.4",
+        "--rounds",
+        "2",
+        "--repair",
+        "least_squares",
+        "--recover-epochs",
+        "1",
+        "--samples",
+        "400",
+    ]
+    content = printed_json(
+        "prune",
+        DEMO,
+        "--weights",
+        work / "net.safetensors",
+        "--data",
+        work / "digits.npz",
+        *options,
+        "-o",
+        work / "whole",
+    )
     assert content["rule"] == "iterative"
     small, plan = fp.load(work / "whole", build=DEMO), Plan.load(work / "whole" / "plan.json")
     assert fp.count_params(small) == plan.predicted["params"]
@@ -371,5 +529,7 @@ def test_report_writes_a_page_of_the_scores(work: Path) -> None:
 
 
 def test_plan_can_be_limited_to_some_spaces(work: Path) -> None:
-    run("plan", work / "scores.safetensors", "--keep", "flops=0.8", "--skip", "stem", "-o", work / "some.json")
+    run(
+        "plan", work / "scores.safetensors", "--keep", "flops=0.8", "--skip", "stem", "-o", work / "some.json"
+    )
     assert "stem" not in Plan.load(work / "some.json").removed

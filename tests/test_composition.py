@@ -19,7 +19,9 @@ from fairpruner.core.plan import Plan
 from fairpruner.core.spaces import Spaces
 
 NETS = [name for name in SMALL if not name.startswith(("resnet56", "densenet40", "prelu"))]
-# Their spaces are coupled because a cut was seen to fail, which depends on the sizes: discovery of the cut model may find others.
+# Their spaces are coupled because a cut was seen to fail, which depends on the sizes: discovery of the
+# cut
+# model may find others.
 REDISCOVERED = [name for name in NETS if name != "shuffle"]
 
 
@@ -28,7 +30,16 @@ def mlp() -> nn.Sequential:
 
 
 def owners(spaces: Spaces) -> dict[str, Any]:
-    return {s.name: (s.size, s.kind, s.min_keep, {(p.tensor, p.dim, p.role, p.owner.tobytes()) for p in s.slices}, len(s.counts)) for s in spaces}
+    return {
+        s.name: (
+            s.size,
+            s.kind,
+            s.min_keep,
+            {(p.tensor, p.dim, p.role, p.owner.tobytes()) for p in s.slices},
+            len(s.counts),
+        )
+        for s in spaces
+    }
 
 
 @pytest.mark.parametrize("name", NETS)
@@ -47,7 +58,10 @@ def test_three_rounds_are_one_plan(name: str) -> None:
     assert whole.rule == "iterative"
     assert whole.alpha is None
     at_once = fp.cut(model, whole)
-    assert all(torch.equal(a, b) for a, b in zip(at_once.state_dict().values(), current.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(at_once.state_dict().values(), current.state_dict().values(), strict=True)
+    )
     assert whole.predicted == {
         "units": sum(s.size for s in spaces),
         "params": fp.count_params(current),
@@ -71,13 +85,18 @@ def test_what_remains_is_what_discovery_finds(name: str) -> None:
     assert left.fingerprint == found.fingerprint
     further = some_units(found, 0.4, seed=2)
     assert predict(left, further) == predict(found, further)
-    assert compose(plan, Plan.removing(found, further)).removed == compose(plan, Plan.removing(left, further)).removed
+    assert (
+        compose(plan, Plan.removing(found, further)).removed
+        == compose(plan, Plan.removing(left, further)).removed
+    )
 
 
 def test_indices_are_those_of_the_original() -> None:
     model = mlp()
     first = Plan.removing(fp.discover(model, torch.zeros(1, 4)), {"0": (4, 1), "2": (0,)})
-    second = Plan.removing(remaining(first, fp.cut(model, first)), {"0": (3, 0), "2": ()})  # the first leaves 0, 2, 3, 5
+    second = Plan.removing(
+        remaining(first, fp.cut(model, first)), {"0": (3, 0), "2": ()}
+    )  # the first leaves 0, 2, 3, 5
     assert compose(first, second).removed == {"0": (4, 1, 5, 0), "2": (0,)}
 
 
@@ -92,13 +111,17 @@ def test_plans_that_do_not_follow_each_other() -> None:
     model, example = mlp(), torch.zeros(1, 4)
     spaces = fp.discover(model, example)
     first = Plan.removing(spaces, {"0": (1,)})
-    with pytest.raises(fp.FairprunerError, match="Space '0' has 6 units in the second plan, and the first leaves 5"):
+    with pytest.raises(
+        fp.FairprunerError, match="Space '0' has 6 units in the second plan, and the first leaves 5"
+    ):
         compose(first, Plan.removing(spaces, {"0": (1,)}))
     other = nn.Sequential(nn.ReLU(), *mlp())
     with pytest.raises(fp.FairprunerError, match="'1', which the first plan does not know"):
         compose(Plan.removing(spaces, {}), Plan.removing(fp.discover(other, example), {}))
     left = remaining(first, fp.cut(model, first))
     space = left["0"]
-    turned = replace(space, slices=tuple(replace(s, owner=np.where(s.owner >= 0, 4 - s.owner, -1)) for s in space.slices))
+    turned = replace(
+        space, slices=tuple(replace(s, owner=np.where(s.owner >= 0, 4 - s.owner, -1)) for s in space.slices)
+    )
     with pytest.raises(fp.FairprunerError, match="another order of units"):
         compose(first, Plan.removing(replace(left, items=(turned, left["2"])), {"0": (0,)}))

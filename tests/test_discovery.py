@@ -28,7 +28,11 @@ def test_an_mlp_has_its_two_hidden_spaces() -> None:
     spaces = fp.discover(build(), torch.randn(shape))
     assert found(spaces) == {"0": ("hidden", 16), "2": ("hidden", 12)}
     assert dict(spaces.left_out) == {"4": "reaches the model's output"}
-    assert [(s.tensor, s.dim, s.role) for s in spaces["0"].slices] == [("0.weight", 0, "write"), ("0.bias", 0, "carry"), ("2.weight", 1, "read")]
+    assert [(s.tensor, s.dim, s.role) for s in spaces["0"].slices] == [
+        ("0.weight", 0, "write"),
+        ("0.bias", 0, "carry"),
+        ("2.weight", 1, "read"),
+    ]
     assert all(np.array_equal(s.owner, np.arange(16)) for s in spaces["0"].slices)
 
 
@@ -44,9 +48,18 @@ def test_a_residual_stage_is_one_space_with_all_its_slices() -> None:
     spaces = fp.discover(CifarResNet(2, "B"), torch.randn(1, 3, 32, 32))
     stage = spaces["conv1"]
     assert stage.size == 16
-    assert {s.tensor for s in stage.slices if s.role == "write"} == {"conv1.weight", "layer1.0.conv2.weight", "layer1.1.conv2.weight"}
+    assert {s.tensor for s in stage.slices if s.role == "write"} == {
+        "conv1.weight",
+        "layer1.0.conv2.weight",
+        "layer1.1.conv2.weight",
+    }
     reads = {s.tensor for s in stage.slices if s.role == "read"}
-    assert reads == {"layer1.0.conv1.weight", "layer1.1.conv1.weight", "layer2.0.conv1.weight", "layer2.0.project.0.weight"}
+    assert reads == {
+        "layer1.0.conv1.weight",
+        "layer1.1.conv1.weight",
+        "layer2.0.conv1.weight",
+        "layer2.0.project.0.weight",
+    }
 
 
 def test_padded_shortcuts_couple_the_padded_positions_and_name_what_the_code_fixes() -> None:
@@ -58,11 +71,17 @@ def test_padded_shortcuts_couple_the_padded_positions_and_name_what_the_code_fix
 
 
 def test_concatenation_is_exact_and_halves_that_code_splits_are_coupled() -> None:
-    """`tensor_split` gives equal halves only while both lose the same number: unit j is the j-th of each half."""
+    """`tensor_split` gives equal halves only while both lose the same number: unit j is the j-th of each
+    half.
+    """
     build, shape = SMALL["split_concat"]
     spaces = fp.discover(build(), torch.randn(shape))
     assert found(spaces) == {"enter.0": ("channel", 6), "inner.0": ("channel", 6), "leave.0": ("channel", 12)}
-    owners = {s.name: next(p.owner for p in s.slices if p.tensor == "leave.0.weight" and p.dim == 1) for s in spaces if s.name != "leave.0"}
+    owners = {
+        s.name: next(p.owner for p in s.slices if p.tensor == "leave.0.weight" and p.dim == 1)
+        for s in spaces
+        if s.name != "leave.0"
+    }
     assert np.array_equal(owners["enter.0"], [*range(6), *range(6), *[-1] * 6])
     assert np.array_equal(owners["inner.0"], [*[-1] * 12, *range(6)])
 
@@ -70,8 +89,12 @@ def test_concatenation_is_exact_and_halves_that_code_splits_are_coupled() -> Non
 def test_grouped_convolutions_keep_their_groups_equal() -> None:
     build, shape = SMALL["grouped"]
     spaces = fp.discover(build(), torch.randn(shape))
-    assert np.array_equal(next(s.owner for s in spaces["0"].slices if s.tensor == "0.weight"), np.tile(np.arange(12), 2))  # two wide groups: positions
-    assert np.array_equal(next(s.owner for s in spaces["4"].slices if s.tensor == "6.weight"), np.repeat(np.arange(12), 4))  # twelve narrow groups: groups
+    assert np.array_equal(
+        next(s.owner for s in spaces["0"].slices if s.tensor == "0.weight"), np.tile(np.arange(12), 2)
+    )  # two wide groups: positions
+    assert np.array_equal(
+        next(s.owner for s in spaces["4"].slices if s.tensor == "6.weight"), np.repeat(np.arange(12), 4)
+    )  # twelve narrow groups: groups
     assert [(c.module, c.attribute) for c in spaces["4"].counts] == [("6", "groups")]
 
 
@@ -108,7 +131,11 @@ def test_a_convolution_over_the_channel_axis_ties_all_channels() -> None:
     class EfficientChannelAttention(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.conv, self.mix, self.head = nn.Conv2d(3, 8, 3), nn.Conv1d(1, 1, 3, padding=1, bias=False), nn.Linear(8, 2)
+            self.conv, self.mix, self.head = (
+                nn.Conv2d(3, 8, 3),
+                nn.Conv1d(1, 1, 3, padding=1, bias=False),
+                nn.Linear(8, 2),
+            )
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = self.conv(x)
@@ -124,7 +151,13 @@ def test_several_inputs_as_tuple_and_as_dict() -> None:
     for example in ((left, right), {"left": left, "right": right, "flip": True}):
         spaces = fp.discover(TwoInputs(), example)
         assert found(spaces) == {"left": ("hidden", 9)}
-        assert {s.tensor for s in spaces["left"].slices} == {"left.weight", "left.bias", "right.weight", "right.bias", "head.weight"}
+        assert {s.tensor for s in spaces["left"].slices} == {
+            "left.weight",
+            "left.bias",
+            "right.weight",
+            "right.bias",
+            "head.weight",
+        }
 
 
 def test_writing_into_part_of_a_tensor_is_not_trusted() -> None:
@@ -170,7 +203,12 @@ def _mlp() -> tuple[nn.Module, torch.Tensor]:
 
 
 def test_an_example_that_does_not_fit_says_so() -> None:
-    with pytest.raises(fp.FairprunerError, match=r"The example does not fit the model: Sequential called with float32\[2, 7\] raised RuntimeError"):
+    with pytest.raises(
+        fp.FairprunerError,
+        match=(
+            r"The example does not fit the model: Sequential called with float32\[2, 7\] raised RuntimeError"
+        ),
+    ):
         fp.discover(_mlp()[0], torch.randn(2, 7))
 
 
@@ -197,11 +235,15 @@ def test_discovery_leaves_no_trace_in_the_model() -> None:
 def test_bf16_and_frozen_models_are_found_the_same() -> None:
     build, shape = SMALL["resnet8_b"]
     plain = found(fp.discover(build(), torch.randn(shape)))
-    assert found(fp.discover(build().bfloat16().requires_grad_(False), torch.randn(shape).bfloat16())) == plain
+    assert (
+        found(fp.discover(build().bfloat16().requires_grad_(False), torch.randn(shape).bfloat16())) == plain
+    )
 
 
 def test_a_wrong_space_would_be_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two consumers' columns swapped in the trace: shapes still fit, values do not, and verification leaves the space out."""
+    """Two consumers' columns swapped in the trace: shapes still fit, values do not, and verification
+    leaves the space out.
+    """
     import fairpruner.discovery as discovery
 
     honest = discovery.assemble
@@ -220,11 +262,17 @@ def test_a_wrong_space_would_be_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Renormed(nn.Module):
-    """An embedding that shortens its own rows in every forward pass, [batch, tokens] -> [batch, tokens, 4]."""
+    """An embedding that shortens its own rows in every forward pass, [batch, tokens] -> [batch, tokens,
+    4].
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.up, self.down = nn.Embedding(200, 32, max_norm=1.0), nn.Linear(32, 64), nn.Linear(64, 4)
+        self.embed, self.up, self.down = (
+            nn.Embedding(200, 32, max_norm=1.0),
+            nn.Linear(32, 64),
+            nn.Linear(64, 4),
+        )
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.down(self.up(self.embed(tokens)).relu())
@@ -268,10 +316,23 @@ print((resident("VmHWM") - before) / sum(p.numel() * p.element_size() for p in m
 
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
 def test_discovery_needs_the_memory_of_one_cut_in_float32() -> None:
-    """A bfloat16 model takes twice its bytes in float32: what is cut stays about there, while two full copies would take four times."""
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}  # so that the memory of a freed tensor leaves the process at once
+    """A bfloat16 model takes twice its bytes in float32: what is cut stays about there, while two full
+    copies would take four times.
+    """
+    environment = {
+        **os.environ,
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+    }  # so that the memory of a freed tensor leaves the process at once
     command = [sys.executable, "-c", ONE_DISCOVERY]
-    done = subprocess.run(command, env=environment, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command,
+        env=environment,
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) < 2.5
 
@@ -292,4 +353,7 @@ class Attention(nn.Module):
 def test_the_heads_of_a_fused_projection_are_units() -> None:
     spaces = fp.discover(Attention(), torch.randn(2, 5, 12))
     assert found(spaces) == {"qkv": ("head", 3)}
-    assert np.array_equal(next(s.owner for s in spaces["qkv"].slices if s.tensor == "qkv.weight"), np.tile(np.repeat(np.arange(3), 4), 3))
+    assert np.array_equal(
+        next(s.owner for s in spaces["qkv"].slices if s.tensor == "qkv.weight"),
+        np.tile(np.repeat(np.arange(3), 4), 3),
+    )

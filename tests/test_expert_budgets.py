@@ -1,4 +1,6 @@
-"""Budgets of experts and bytes, router groups, and their files: what `allocate` does with spaces of routed experts."""
+"""Budgets of experts and bytes, router groups, and their files: what `allocate` does with spaces of
+routed experts.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,10 @@ def held_bytes(model: nn.Module) -> int:
 
 
 def routed(blocks: int, size: int, top_k: int = 4, groups: int = 1, seed: int = 0) -> Scores:
-    items = tuple(fp.UnitSpace(f"layers.{n}.mlp", "expert", size, slices=(), min_keep=top_k, groups=groups) for n in range(blocks))
+    items = tuple(
+        fp.UnitSpace(f"layers.{n}.mlp", "expert", size, slices=(), min_keep=top_k, groups=groups)
+        for n in range(blocks)
+    )
     hidden = fp.UnitSpace("layers.0.mlp.experts", "hidden", 16, slices=())
     rng = np.random.default_rng(seed)
     spaces = fp.Spaces((*items, hidden), {}, CostModel((), (), ()), fingerprint="")
@@ -62,7 +67,10 @@ def test_other_budgets_move_all_kinds() -> None:
 
 def test_budgets_that_cannot_be_met_say_why() -> None:
     scores = routed(2, 12)
-    with pytest.raises(fp.FairprunerError, match=r"^Budget experts keep=0.5 cannot be met: the scores hold no space of routed experts\."):
+    with pytest.raises(
+        fp.FairprunerError,
+        match=r"^Budget experts keep=0.5 cannot be met: the scores hold no space of routed experts\.",
+    ):
         fp.allocate(scores.only(kinds=["hidden"]), keep=fp.Budget("experts", 0.5))
     with pytest.raises(fp.FairprunerError, match="did not count bytes"):
         fp.allocate(scores, keep=fp.Budget("bytes", 0.5))
@@ -72,18 +80,29 @@ def test_budgets_that_cannot_be_met_say_why() -> None:
         fp.Budget("expert", 0.5)  # type: ignore[arg-type]
 
 
-@given(groups=st.sampled_from([1, 2, 3, 4]), per_group=st.integers(2, 6), seed=st.integers(0, 10**6), alpha=st.sampled_from([0.0, 0.1, 0.3, 0.5, 0.9, 0.99]))
-def test_router_groups_stay_balanced_at_the_largest_feasible_depth(groups: int, per_group: int, seed: int, alpha: float) -> None:
+@given(
+    groups=st.sampled_from([1, 2, 3, 4]),
+    per_group=st.integers(2, 6),
+    seed=st.integers(0, 10**6),
+    alpha=st.sampled_from([0.0, 0.1, 0.3, 0.5, 0.9, 0.99]),
+)
+def test_router_groups_stay_balanced_at_the_largest_feasible_depth(
+    groups: int, per_group: int, seed: int, alpha: float
+) -> None:
     """The paper's rule over the depths that leave all groups equal, against a search by brute force."""
     size = groups * per_group
     scores = routed(2, size, top_k=2, groups=groups, seed=seed)
     plan = fp.allocate(scores, alpha=alpha)
     for name in ("layers.0.mlp", "layers.1.mlp"):
         removal, protection = scores.removal[name], scores.protection[name]
-        by_group = [sorted(range(g * per_group, (g + 1) * per_group), key=lambda j: removal[j]) for g in range(groups)]
+        by_group = [
+            sorted(range(g * per_group, (g + 1) * per_group), key=lambda j: removal[j]) for g in range(groups)
+        ]
         protected = sorted(range(size), key=lambda j: -protection[j])
 
-        gone = {m: {unit for order in by_group for unit in order[: m // groups]} for m in range(0, size, groups)}
+        gone = {
+            m: {unit for order in by_group for unit in order[: m // groups]} for m in range(0, size, groups)
+        }
         feasible = [m for m in gone if size - m >= 2 and len(gone[m] & set(protected[:m])) <= alpha * m]
         assert set(plan.removed[name]) == gone[max(feasible)]
 
@@ -98,7 +117,9 @@ def test_budgets_keep_groups_balanced_and_enough_for_top_k(rule: str) -> None:
             for units in (removed[f"layers.{n}.mlp"] for n in range(5)):
                 assert [sum(u // 4 == group for u in units) for group in range(4)] == [len(units) // 4] * 4
                 assert 16 - len(units) >= 8  # six experts from four groups: two of each
-    with pytest.raises(fp.FairprunerError, match=r"removes \[2, 0, 0, 0\] units from the groups of space 'layers.0.mlp'"):
+    with pytest.raises(
+        fp.FairprunerError, match=r"removes \[2, 0, 0, 0\] units from the groups of space 'layers.0.mlp'"
+    ):
         fp.Plan.removing(scores.spaces, {"layers.0.mlp": (0, 1)})
 
 
@@ -113,7 +134,12 @@ def test_groups_leave_enough_for_the_groups_that_are_chosen() -> None:
 
 def scores_of(spaces: fp.Spaces, seed: int = 0) -> Scores:
     rng = np.random.default_rng(seed)
-    return Scores(spaces, {"a": {s.name: rng.random(s.size) for s in spaces}}, {"b": {s.name: rng.random(s.size) for s in spaces}}, samples=1)
+    return Scores(
+        spaces,
+        {"a": {s.name: rng.random(s.size) for s in spaces}},
+        {"b": {s.name: rng.random(s.size) for s in spaces}},
+        samples=1,
+    )
 
 
 class Cast(nn.Module):
@@ -126,8 +152,16 @@ class Cast(nn.Module):
 
 
 def test_bytes_follow_the_types_of_the_parameters() -> None:
-    net = nn.Sequential(nn.Linear(6, 16), Cast(torch.float64), nn.Linear(16, 16).double(), Cast(torch.bfloat16), nn.Linear(16, 2).bfloat16())
-    plan = fp.allocate(scores_of(fp.discover(net, torch.randn(4, 6))), keep=fp.Budget("bytes", 0.6), rule="uniform")
+    net = nn.Sequential(
+        nn.Linear(6, 16),
+        Cast(torch.float64),
+        nn.Linear(16, 16).double(),
+        Cast(torch.bfloat16),
+        nn.Linear(16, 2).bfloat16(),
+    )
+    plan = fp.allocate(
+        scores_of(fp.discover(net, torch.randn(4, 6))), keep=fp.Budget("bytes", 0.6), rule="uniform"
+    )
     assert plan.original["bytes"] == held_bytes(net) == 4 * 7 * 16 + 8 * 17 * 16 + 2 * 17 * 2
     assert plan.predicted["bytes"] == held_bytes(fp.cut(net, plan))
     assert abs(plan.share("bytes") - 0.6) < 0.1
@@ -164,11 +198,16 @@ def test_hidden_units_inside_experts_go_by_widths_that_grouped_kernels_take() ->
     model = moe("qwen2_moe", torch.float32)
     spaces = fp.discover(model, tokens(), kinds=["hidden"])
     inside = [space for space in spaces if space.name.endswith("experts")]
-    assert [space.multiple for space in inside] == [4, 4]  # of 20 units: the largest divisor that is no more than 8
+    assert [space.multiple for space in inside] == [
+        4,
+        4,
+    ]  # of 20 units: the largest divisor that is no more than 8
     rng = np.random.default_rng(0)
     values = {space.name: rng.random(space.size) for space in spaces}
     plan = fp.allocate(fp.Scores(spaces, {"own": values}, {"other": values}, samples=1), alpha=0.4)
-    assert all(plan.depths[space.name] > 0 and (space.size - plan.depths[space.name]) % 4 == 0 for space in inside)
+    assert all(
+        plan.depths[space.name] > 0 and (space.size - plan.depths[space.name]) % 4 == 0 for space in inside
+    )
     small: Any = fp.cut(model, plan)
     found = {}
     for implementation in ("eager", "grouped_mm"):

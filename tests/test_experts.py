@@ -1,4 +1,6 @@
-"""Routed experts: found in every family, removed as if their logit were -inf, costed exactly, chosen under any budget."""
+"""Routed experts: found in every family, removed as if their logit were -inf, costed exactly, chosen
+under any budget.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,19 @@ import numpy as np
 import pytest
 import torch
 from checks import IN_FLOAT64, check_cut, difference, outputs, some_units
-from moe_zoo import BLOCKS, EXPERTS, FAMILIES, FURTHER, Expert, PlainMoE, enliven, moe, plain_example, plain_moe, tokens
+from moe_zoo import (
+    BLOCKS,
+    EXPERTS,
+    FAMILIES,
+    FURTHER,
+    Expert,
+    PlainMoE,
+    enliven,
+    moe,
+    plain_example,
+    plain_moe,
+    tokens,
+)
 from torch import nn
 from torch.nn import functional as F
 
@@ -23,7 +37,15 @@ from fairpruner.models.experts import SIZES, expert_blocks, plain_experts, unsup
 from fairpruner.models.silencing import SilencedRows, silence
 
 TOLERANCE = 1e-6  # several routers compute in float32, whatever the model's type
-WITHOUT_HEADS = {"olmoe", "flex_olmo", "minimax_m2", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4"}  # a norm over all heads, or latent attention
+WITHOUT_HEADS = {
+    "olmoe",
+    "flex_olmo",
+    "minimax_m2",
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe_lite",
+    "mistral4",
+}  # a norm over all heads, or latent attention
 
 
 def held_bytes(model: nn.Module) -> int:
@@ -39,7 +61,9 @@ def test_removed_equals_masked_in_every_family(family: str) -> None:
     assert kinds.count("hidden") >= BLOCKS  # those inside the experts, and of the shared ones
     assert ("head" in kinds) == (family not in WITHOUT_HEADS)
     experts = spaces.only(kinds=["expert"])
-    deepest = {s.name: removal_order(np.arange(s.size)[::-1], s.groups)[: s.size - s.min_keep] for s in experts}
+    deepest = {
+        s.name: removal_order(np.arange(s.size)[::-1], s.groups)[: s.size - s.min_keep] for s in experts
+    }
     for removed in (some_units(experts, 0.5, 0), deepest):
         small = check_cut(model, example, experts, removed, TOLERANCE)
         check_counts(small, experts, removed)
@@ -87,7 +111,9 @@ def test_a_list_of_experts_is_cut_by_dropping_modules(dtype: torch.dtype) -> Non
 
 
 def test_experts_that_the_example_never_reaches_are_cut_alike() -> None:
-    """One token shows three experts of twelve: the hidden units of the others must go, and be masked, with theirs."""
+    """One token shows three experts of twelve: the hidden units of the others must go, and be masked,
+    with theirs.
+    """
     model = plain_moe()
     spaces = fp.discover(model, plain_example()[:1, :1])
     assert [s.kind for s in spaces] == ["expert", "hidden"] * BLOCKS
@@ -120,10 +146,15 @@ class ComputingList(PlainMoE):
 
 
 def test_a_list_that_computes_stays_what_it_is() -> None:
-    model, example = nn.Sequential(ComputingList(), nn.LayerNorm(16)).double(), torch.randn(7, 16, dtype=torch.float64)
+    model, example = (
+        nn.Sequential(ComputingList(), nn.LayerNorm(16)).double(),
+        torch.randn(7, 16, dtype=torch.float64),
+    )
     spaces = fp.discover(model, example)
     assert [s.kind for s in spaces] == ["expert", "hidden"]
-    small = check_cut(model, example, spaces, {"0": (1, 2, 10), "0.experts.0.up": (0, 19)})  # every expert works on every token: its FLOPs go with it
+    small = check_cut(
+        model, example, spaces, {"0": (1, 2, 10), "0.experts.0.up": (0, 19)}
+    )  # every expert works on every token: its FLOPs go with it
     assert isinstance(small[0].experts, Experts)
     assert (len(small[0].experts), small[0].experts.num_experts) == (9, 9)
 
@@ -132,7 +163,9 @@ def test_a_masked_model_can_be_copied_and_masked_again() -> None:
     model, example = moe("deepseek_v2"), tokens()
     spaces = fp.discover(model, example, kinds=["expert"])
     name = spaces.names[0]
-    first, second, both = (fp.Plan.removing(spaces, {name: units}) for units in ((0, 6), (1, 7), (0, 6, 1, 7)))
+    first, second, both = (
+        fp.Plan.removing(spaces, {name: units}) for units in ((0, 6), (1, 7), (0, 6, 1, 7))
+    )
     twice = copy.deepcopy(fp.mask(fp.mask(model, first), second))
     assert difference(twice, fp.mask(model, both), example) == 0
     assert difference(twice, fp.cut(model, both), example) < TOLERANCE
@@ -158,7 +191,10 @@ class OneMatrix(PlainMoE):
 
 
 def test_a_block_that_is_the_model_itself_with_its_router_as_a_parameter() -> None:
-    model, example = OneMatrix().double(), torch.randn(1, 2, 16, dtype=torch.float64)  # so few tokens that most experts get none
+    model, example = (
+        OneMatrix().double(),
+        torch.randn(1, 2, 16, dtype=torch.float64),
+    )  # so few tokens that most experts get none
     spaces = fp.discover(model, example)
     assert [(s.name, s.kind) for s in spaces] == [("experts", "expert"), ("experts.0.up", "hidden")]
     assert expert_blocks(model)[0].router == ""
@@ -179,7 +215,9 @@ def test_gpt_oss_interleaves_gate_and_up() -> None:
     assert torch.equal(after.down_proj_bias, before.down_proj_bias)
 
 
-@pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v3", "ernie4_5_moe", "lfm2_moe", "gpt_oss", "phimoe", "gemma4"])
+@pytest.mark.parametrize(
+    "family", ["qwen2_moe", "deepseek_v3", "ernie4_5_moe", "lfm2_moe", "gpt_oss", "phimoe", "gemma4"]
+)
 def test_a_masked_model_chooses_only_kept_experts(family: str) -> None:
     """Also where a correction bias is added after the logits have become probabilities."""
     model, example = moe(family), tokens(17)
@@ -208,7 +246,9 @@ def test_a_zeroed_expert_is_not_a_removed_one() -> None:
 def test_all_backends_agree_on_a_cut_model() -> None:
     model, example = moe("qwen3_moe", torch.float32), tokens()
     spaces = fp.discover(model, example, kinds=["expert"])
-    small = fp.cut(model, fp.Plan.removing(spaces, {"model.layers.0.mlp": (0, 4, 9), "model.layers.1.mlp": (11,)}))
+    small = fp.cut(
+        model, fp.Plan.removing(spaces, {"model.layers.0.mlp": (0, 4, 9), "model.layers.1.mlp": (11,)})
+    )
     for backend in ("grouped_mm", "batched_mm"):
         other = copy.deepcopy(small)
         other.set_experts_implementation(backend)
@@ -265,11 +305,16 @@ def test_a_wrong_space_of_experts_would_be_caught(what: str, monkeypatch: pytest
     model = moe(family)
     spaces = fp.discover(model, tokens(), kinds=["expert", "hidden"])
     assert "expert" not in {s.kind for s in spaces}
-    assert all("cannot run" in spaces.left_out[b.name] or "differ" in spaces.left_out[b.name] for b in expert_blocks(model))
+    assert all(
+        "cannot run" in spaces.left_out[b.name] or "differ" in spaces.left_out[b.name]
+        for b in expert_blocks(model)
+    )
 
 
 def test_wide_experts_are_not_too_faint_to_be_verified(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stack of matrices is no convolution: with weights drawn as for one, what experts add would drown in rounding."""
+    """A stack of matrices is no convolution: with weights drawn as for one, what experts add would drown
+    in rounding.
+    """
     import fairpruner.discovery as discovery
 
     honest = discovery.expert_space
@@ -298,7 +343,9 @@ class MatricesApart(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, chosen = self.router(x).softmax(-1).topk(self.top_k)
-        every = torch.einsum("nei,ehi->neh", torch.einsum("nw,eiw->nei", x, self.up.weight).relu(), self.down.weight)
+        every = torch.einsum(
+            "nei,ehi->neh", torch.einsum("nw,eiw->nei", x, self.up.weight).relu(), self.down.weight
+        )
         return x + (every.gather(1, chosen[..., None].expand(-1, -1, 8)) * weights[..., None]).sum(1)
 
 
@@ -306,7 +353,10 @@ def test_what_is_not_supported_says_so() -> None:
     net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), MatricesApart())
     spaces = fp.discover(net, torch.randn(5, 8))
     assert spaces.names == ("0",)
-    assert "tells a number of experts and has no nn.ModuleList of modules alike or module with parameters [experts, …]" in spaces.left_out["3"]
+    assert (
+        "tells a number of experts and has no nn.ModuleList of modules alike or module with parameters"
+        " [experts, …]" in spaces.left_out["3"]
+    )
 
 
 class Stacks(nn.Module):
@@ -320,7 +370,9 @@ class Stacks(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, chosen = self.router(x).softmax(-1).topk(self.top_k)
         shares = torch.zeros(len(x), 4).scatter(1, chosen, weights)
-        return x + torch.einsum("neh,ehw,ne->nw", torch.einsum("nw,ewh->neh", x, self.up).relu(), self.down, shares)
+        return x + torch.einsum(
+            "neh,ehw,ne->nw", torch.einsum("nw,ewh->neh", x, self.up).relu(), self.down, shares
+        )
 
 
 def named_experts() -> nn.Module:
@@ -388,13 +440,19 @@ class Best(PlainMoE):
 
 @pytest.mark.parametrize("used", [1, 2, 6])
 def test_how_many_experts_a_token_uses_may_be_known_to_the_code_alone(used: int) -> None:
-    net, example = nn.Sequential(Best(used), nn.Linear(16, 4)).double(), torch.randn(1, 9, 16, dtype=torch.float64)
+    net, example = (
+        nn.Sequential(Best(used), nn.Linear(16, 4)).double(),
+        torch.randn(1, 9, 16, dtype=torch.float64),
+    )
     assert expert_blocks(net)[0].top_k is None
     spaces = fp.discover(net, example)
     if used == 6:
         assert spaces.left_out["0"] == "routing needs all of its 6 experts"
         return
-    assert [(s.name, s.kind, s.min_keep) for s in spaces] == [("0", "expert", used), ("0.experts.0.up", "hidden", 1)]
+    assert [(s.name, s.kind, s.min_keep) for s in spaces] == [
+        ("0", "expert", used),
+        ("0.experts.0.up", "hidden", 1),
+    ]
     check_cut(net, example, spaces, {"0": tuple(range(used, 6)), "0.experts.0.up": (3,)})
 
 
@@ -423,20 +481,38 @@ class OneByOne(PlainMoE):
 
     def __init__(self) -> None:
         super().__init__(experts=4, top_k=2)
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(16, 6, bias=False), nn.ReLU(), nn.Linear(6, 16, bias=False)) for _ in range(4))
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 6, bias=False), nn.ReLU(), nn.Linear(6, 16, bias=False))
+            for _ in range(4)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, chosen = self.router(x).softmax(-1).topk(self.top_k)
-        return torch.stack([sum(w * self.experts[e](t) for e, w in zip(c, ws, strict=True)) for t, c, ws in zip(x, chosen, weights, strict=True)])
+        return torch.stack(
+            [
+                sum(w * self.experts[e](t) for e, w in zip(c, ws, strict=True))
+                for t, c, ws in zip(x, chosen, weights, strict=True)
+            ]
+        )
 
 
 def test_experts_called_on_single_tokens() -> None:
-    model, example = nn.Sequential(OneByOne(), nn.LayerNorm(16)).double(), torch.randn(7, 16, dtype=torch.float64)
+    model, example = (
+        nn.Sequential(OneByOne(), nn.LayerNorm(16)).double(),
+        torch.randn(7, 16, dtype=torch.float64),
+    )
     spaces = fp.discover(model, example)
     assert [(s.name, s.kind) for s in spaces] == [("0", "expert"), ("0.experts.0.0", "hidden")]
     small = check_cut(model, example, spaces, {"0": (1, 2), "0.experts.0.0": (0, 5)})
     plan = fp.Plan.removing(spaces, {"0": (1, 2), "0.experts.0.0": (0, 5)})
-    assert difference(small, fp.repair(fp.cut(model, plan), model, plan, [(example, torch.arange(7))], method="mean"), example) == 0
+    assert (
+        difference(
+            small,
+            fp.repair(fp.cut(model, plan), model, plan, [(example, torch.arange(7))], method="mean"),
+            example,
+        )
+        == 0
+    )
 
 
 class StackedExperts(nn.Module):
@@ -448,7 +524,10 @@ class StackedExperts(nn.Module):
         self.bias = nn.Parameter(torch.randn(6, 8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.einsum("neh,ehw->new", torch.einsum("nw,ewh->neh", x, self.up).relu(), self.down) + self.bias
+        return (
+            torch.einsum("neh,ehw->new", torch.einsum("nw,ewh->neh", x, self.up).relu(), self.down)
+            + self.bias
+        )
 
 
 class Stacked(nn.Module):
@@ -458,27 +537,43 @@ class Stacked(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, chosen = self.router(x).softmax(-1).topk(2)
-        return x + (self.experts(x).gather(1, chosen[..., None].expand(-1, -1, 8)) * weights[..., None]).sum(1)
+        return x + (self.experts(x).gather(1, chosen[..., None].expand(-1, -1, 8)) * weights[..., None]).sum(
+            1
+        )
 
 
 def test_stacked_experts_are_scored_without_a_look_at_their_routing() -> None:
-    model, data = nn.Sequential(Stacked(), nn.Linear(8, 3)).double(), [(torch.randn(9, 8).double(), torch.arange(9) % 3)] * 2
+    model, data = (
+        nn.Sequential(Stacked(), nn.Linear(8, 3)).double(),
+        [(torch.randn(9, 8).double(), torch.arange(9) % 3)] * 2,
+    )
     spaces = fp.discover(model, data[0][0])
     assert [(s.name, s.kind, s.min_keep) for s in spaces] == [("0", "expert", 2)]
-    with pytest.raises(fp.FairprunerError, match=r"calls its StackedExperts in a way that is not known.*removal='l2' and protection='deletion'"):
+    with pytest.raises(
+        fp.FairprunerError,
+        match=r"calls its StackedExperts in a way that is not known.*removal='l2' and protection='deletion'",
+    ):
         fp.score(model, data, spaces=spaces)
-    plan = fp.allocate(fp.score(model, data, spaces=spaces, removal="l2", protection="deletion"), keep=fp.Budget("experts", 0.5), exact=True)
+    plan = fp.allocate(
+        fp.score(model, data, spaces=spaces, removal="l2", protection="deletion"),
+        keep=fp.Budget("experts", 0.5),
+        exact=True,
+    )
     assert difference(fp.cut(model, plan), fp.mask(model, plan), data[0][0]) < TOLERANCE
 
 
 def test_a_cut_list_with_narrower_experts_is_saved_and_loaded(tmp_path: Path) -> None:
     model, example = plain_moe(), plain_example()
     spaces = fp.discover(model, example)
-    plan = fp.Plan.removing(spaces, {"blocks.0": (0, 3), "blocks.0.experts.0.up": (1, 2), "blocks.1.experts.0.up": (7,)})
+    plan = fp.Plan.removing(
+        spaces, {"blocks.0": (0, 3), "blocks.0.experts.0.up": (1, 2), "blocks.1.experts.0.up": (7,)}
+    )
     small = fp.cut(model, plan)
     fp.save(small, plan, tmp_path / "small")
     assert difference(small, fp.load(tmp_path / "small", build=plain_moe), example) == 0
-    with pytest.raises(fp.FairprunerError, match=r"it has blocks\.0\.experts of shape \[12\], the plan keeps 10"):
+    with pytest.raises(
+        fp.FairprunerError, match=r"it has blocks\.0\.experts of shape \[12\], the plan keeps 10"
+    ):
         fp.save(model, plan, tmp_path / "wrong")
 
 
@@ -486,9 +581,13 @@ def test_a_cut_list_with_narrower_experts_is_saved_and_loaded(tmp_path: Path) ->
 def test_repair_by_position_leaves_listed_experts_alone(method: str) -> None:
     """Those that stay have moved up, and the tokens they are called on are others in each model."""
     model, example = plain_moe(), plain_example()
-    plan = fp.Plan.removing(fp.discover(model, example), {"blocks.0": (0, 3), "blocks.0.experts.0.up": (1, 2)})
+    plan = fp.Plan.removing(
+        fp.discover(model, example), {"blocks.0": (0, 3), "blocks.0.experts.0.up": (1, 2)}
+    )
     small, notes = fp.cut(model, plan), []
-    again = fp.repair(small, model, plan, [(example, model(example).detach())], method=method, loss=F.mse_loss, notes=notes)
+    again = fp.repair(
+        small, model, plan, [(example, model(example).detach())], method=method, loss=F.mse_loss, notes=notes
+    )
     assert difference(small, again, example) == 0
     assert notes
     assert all("'merge' can mend those" in note.reason for note in notes)
@@ -500,9 +599,22 @@ def test_silenced_rows_stay_silent_through_casts_copies_and_products() -> None:
     silenced = torch.tensor([False, True, False, False, True])
     rows = nn.Parameter(silence(weight, silenced))
     expected = F.linear(x, weight).masked_fill(silenced, -math.inf)
-    for form in (rows, copy.deepcopy(rows), rows.float(), rows.double().float(), rows.detach().clone(), rows.data):
+    for form in (
+        rows,
+        copy.deepcopy(rows),
+        rows.float(),
+        rows.double().float(),
+        rows.detach().clone(),
+        rows.data,
+    ):
         assert isinstance(form, SilencedRows)
-        for logits in (F.linear(x, form), x @ form.T, x @ form.t(), torch.einsum("nw,ew->ne", x, form), torch.matmul(x, form.transpose(0, 1))):
+        for logits in (
+            F.linear(x, form),
+            x @ form.T,
+            x @ form.t(),
+            torch.einsum("nw,ew->ne", x, form),
+            torch.matmul(x, form.transpose(0, 1)),
+        ):
             assert type(logits) is torch.Tensor
             assert torch.equal(logits, expected)
     assert isinstance(rows, nn.Parameter)

@@ -1,4 +1,6 @@
-"""Models of Hugging Face by name: loaded, cut, saved, loaded again bit for bit, and by `transformers` itself where that can be."""
+"""Models of Hugging Face by name: loaded, cut, saved, loaded again bit for bit, and by `transformers`
+itself where that can be.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,10 @@ WORDS = ["good", "bad", "film", "plot", "a", "the", "was", "very", "not", "it", 
 
 
 def example_of(family: str) -> dict[str, torch.Tensor]:
-    return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in HUGGING_FACE[family][3]().items()}
+    return {
+        name: tensor.float() if tensor.is_floating_point() else tensor
+        for name, tensor in HUGGING_FACE[family][3]().items()
+    }
 
 
 def same(a: nn.Module, b: nn.Module, example: Any) -> bool:
@@ -40,7 +45,9 @@ def save_tokenizer(folder: Path) -> None:
     vocabulary = {word: i for i, word in enumerate(["[PAD]", "[UNK]", "[EOS]", *WORDS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", eos_token="[EOS]").save_pretrained(folder)
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="[UNK]", eos_token="[EOS]"
+    ).save_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
@@ -79,12 +86,25 @@ def test_an_example_for_every_kind_of_input() -> None:
     ("content", "message"),
     [
         (None, "is no folder here, and as a hub name it cannot be fetched: OSError"),
-        ({"model_type": "bert", "architectures": ["BertForNothing"]}, "is a BertForNothing, which transformers does not have"),
+        (
+            {"model_type": "bert", "architectures": ["BertForNothing"]},
+            "is a BertForNothing, which transformers does not have",
+        ),
         ({"model_type": "no-such-type"}, "cannot be loaded: "),
-        ({"model_type": "bert", "architectures": ["BertModel"], "hidden_size": 32, "num_attention_heads": 4}, "cannot be loaded: OSError"),
+        (
+            {
+                "model_type": "bert",
+                "architectures": ["BertModel"],
+                "hidden_size": 32,
+                "num_attention_heads": 4,
+            },
+            "cannot be loaded: OSError",
+        ),
     ],
 )
-def test_a_wrong_source_is_one_clear_line(content: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_source_is_one_clear_line(
+    content: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     folder = tmp_path / "model"
     if content is not None:
@@ -95,7 +115,9 @@ def test_a_wrong_source_is_one_clear_line(content: Any, message: str, tmp_path: 
     assert len(str(raised.value).splitlines()) == 1
 
 
-@pytest.mark.parametrize("family", ["bert", "distilbert", "gpt2", "llama", "qwen3", "gemma", "t5", "vit", "clip"])
+@pytest.mark.parametrize(
+    "family", ["bert", "distilbert", "gpt2", "llama", "qwen3", "gemma", "t5", "vit", "clip"]
+)
 def test_blocks_of_different_sizes_come_back_bit_for_bit_without_build(family: str, tmp_path: Path) -> None:
     model, example = hugging_face(family).float(), example_of(family)
     spaces = fp.discover(model, example)
@@ -106,23 +128,36 @@ def test_blocks_of_different_sizes_come_back_bit_for_bit_without_build(family: s
     fp.save(small, plan, tmp_path / "small")
     again = fp.load(tmp_path / "small")
     assert same(small, again, example)
-    assert all(torch.equal(x, y) for x, y in zip(small.parameters(), again.parameters(), strict=True))  # tied ones count once
+    assert all(
+        torch.equal(x, y) for x, y in zip(small.parameters(), again.parameters(), strict=True)
+    )  # tied ones count once
     readme = (tmp_path / "small" / "README.md").read_text()
     assert 'fp.load("path/to/this/folder")' in readme
     assert "Blocks keep different numbers (a configuration holds one number for all blocks" in readme
     with pytest.raises((RuntimeError, ValueError)):
         type(model).from_pretrained(tmp_path / "small")
     assert same(small, load_model(f"hf:{tmp_path / 'small'}"), example)
-    auto = getattr(transformers, next(iter(json.loads((tmp_path / "small" / "config.json").read_text())["auto_map"])))
+    auto = getattr(
+        transformers, next(iter(json.loads((tmp_path / "small" / "config.json").read_text())["auto_map"]))
+    )
     assert f'{auto.__name__}.from_pretrained("path/to/this/folder", trust_remote_code=True)' in readme
     assert same(small, auto.from_pretrained(tmp_path / "small", trust_remote_code=True), example)
 
 
 @pytest.mark.parametrize(
     ("family", "kinds"),
-    [("bert", ("hidden",)), ("gpt2", ("hidden",)), *((family, ("head", "hidden")) for family in ("llama", "qwen2", "qwen3", "gemma", "t5", "vit", "deit"))],
+    [
+        ("bert", ("hidden",)),
+        ("gpt2", ("hidden",)),
+        *(
+            (family, ("head", "hidden"))
+            for family in ("llama", "qwen2", "qwen3", "gemma", "t5", "vit", "deit")
+        ),
+    ],
 )
-def test_blocks_of_one_size_are_loaded_by_transformers_itself(family: str, kinds: tuple[str, ...], tmp_path: Path) -> None:
+def test_blocks_of_one_size_are_loaded_by_transformers_itself(
+    family: str, kinds: tuple[str, ...], tmp_path: Path
+) -> None:
     model, example = hugging_face(family).float(), example_of(family)
     spaces = fp.discover(model, example)
     inner = [s for s in spaces if s.kind in kinds and "pooler" not in s.name]
@@ -139,7 +174,9 @@ def test_blocks_of_one_size_are_loaded_by_transformers_itself(family: str, kinds
 
 
 def test_heads_that_a_configuration_cannot_count_are_told(tmp_path: Path) -> None:
-    """BERT takes the width of a head from the embedding: all of its blocks with half the heads are still not a configuration."""
+    """BERT takes the width of a head from the embedding: all of its blocks with half the heads are still
+    not a configuration.
+    """
     model = hugging_face("bert")
     spaces = fp.discover(model, tokens())
     plan = fp.Plan.removing(spaces, {s.name: (0, 1) for s in spaces if s.kind == "head"})
@@ -163,7 +200,10 @@ def test_the_tokenizer_and_how_to_generate_come_along(folders: dict[str, Path], 
     assert type(again) is type(small)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        words = [m.generate(input_ids=prompt["input_ids"], max_new_tokens=5, do_sample=False, pad_token_id=0) for m in (small, again)]
+        words = [
+            m.generate(input_ids=prompt["input_ids"], max_new_tokens=5, do_sample=False, pad_token_id=0)
+            for m in (small, again)
+        ]
     assert torch.equal(*words)
     fp.save(small, plan, tmp_path / "by_name", build=source)
     assert same(small, fp.load(tmp_path / "by_name", build=source), tokens())
@@ -184,7 +224,9 @@ def test_a_folder_of_another_library_needs_build(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     plan = fp.Plan.removing(fp.discover(model, torch.zeros(1, 4)), {"0": (1,)})
     fp.save(fp.cut(model, plan), plan, tmp_path / "small")
-    with pytest.raises(fp.FairprunerError, match="does not say how to build the original architecture: give build="):
+    with pytest.raises(
+        fp.FairprunerError, match="does not say how to build the original architecture: give build="
+    ):
         fp.load(tmp_path / "small")
 
 
@@ -200,7 +242,9 @@ def reviews(folder: Path) -> Path:
     rows = []
     for i in range(24):
         words = [WORDS[int(j)] for j in torch.randint(len(WORDS), (3 + i % 7,), generator=rng)]
-        rows.append({"text": " ".join(words), "second": "it was fine", "stars": i % 2, "mood": ("bad", "good")[i % 2]})
+        rows.append(
+            {"text": " ".join(words), "second": "it was fine", "stars": i % 2, "mood": ("bad", "good")[i % 2]}
+        )
     path = folder / "reviews.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
     return path
@@ -210,12 +254,18 @@ def reviews(folder: Path) -> Path:
     ("family", "options", "signals"),
     [
         ("bert", ("--label-column", "stars"), ("wasserstein", "taylor")),
-        ("bert", ("--label-column", "mood", "--text-column", "text,second", "--length", "9"), ("wasserstein", "taylor2")),
+        (
+            "bert",
+            ("--label-column", "mood", "--text-column", "text,second", "--length", "9"),
+            ("wasserstein", "taylor2"),
+        ),
         ("llama", (), ("activation", "taylor")),
         ("llama", ("--label-column", "stars"), ("wasserstein", "taylor")),
     ],
 )
-def test_from_texts_to_a_smaller_model_on_the_command_line(family: str, options: Any, signals: Any, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_from_texts_to_a_smaller_model_on_the_command_line(
+    family: str, options: Any, signals: Any, folders: dict[str, Path], tmp_path: Path
+) -> None:
     source, data = f"hf:{folders[family]}", reviews(tmp_path)
     scores, plan, small = tmp_path / "scores.safetensors", tmp_path / "plan.json", tmp_path / "small"
     told = run("discover", source, "--json")
@@ -236,12 +286,27 @@ def test_what_text_cannot_do_is_one_line(folders: dict[str, Path], tmp_path: Pat
     for arguments, message in [
         (
             (f"hf:{folders['bert']}", "--data", data),
-            "BertForSequenceClassification does not predict the next token, so its texts need classes: give --label-column",
+            (
+                "BertForSequenceClassification does not predict the next token, so its texts need classes:"
+                " give --label-column"
+            ),
         ),
-        ((f"hf:{folders['llama']}", "--data", data, "--removal", "wasserstein"), "Signal 'wasserstein' compares classes, and batch 0 has none"),
-        (("torch.nn:Identity", "--data", data, "--label-column", "stars"), "torch.nn:Identity has no tokenizer"),
-        ((f"hf:{folders['bert']}", "--data", data, "--label-column", "star"), "Unknown column of .* 'star': did you mean 'stars'"),
-        ((f"hf:{folders['bert']}", "--data", data, "--label-column", "text"), "expected class indices below the 2 logits"),
+        (
+            (f"hf:{folders['llama']}", "--data", data, "--removal", "wasserstein"),
+            "Signal 'wasserstein' compares classes, and batch 0 has none",
+        ),
+        (
+            ("torch.nn:Identity", "--data", data, "--label-column", "stars"),
+            "torch.nn:Identity has no tokenizer",
+        ),
+        (
+            (f"hf:{folders['bert']}", "--data", data, "--label-column", "star"),
+            "Unknown column of .* 'star': did you mean 'stars'",
+        ),
+        (
+            (f"hf:{folders['bert']}", "--data", data, "--label-column", "text"),
+            "expected class indices below the 2 logits",
+        ),
     ]:
         result = run("score", *arguments, "-o", tmp_path / "scores.safetensors", code=1)
         assert result.stdout == ""
@@ -254,7 +319,9 @@ def test_image_folders_go_through_the_models_own_preprocessing(tmp_path: Path) -
     hugging_face("vit").float().save_pretrained(tmp_path / "vit")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        transformers.ViTImageProcessor(size={"height": 32, "width": 32}, image_mean=[0.5] * 3, image_std=[0.5] * 3).save_pretrained(tmp_path / "vit")
+        transformers.ViTImageProcessor(
+            size={"height": 32, "width": 32}, image_mean=[0.5] * 3, image_std=[0.5] * 3
+        ).save_pretrained(tmp_path / "vit")
         for name in ("black", "white"):
             (tmp_path / "images" / name).mkdir(parents=True)
             for i in range(3):

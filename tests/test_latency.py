@@ -1,4 +1,6 @@
-"""Latency tables and budgets of latency: exact expectations from made-up tables; nothing here depends on a clock."""
+"""Latency tables and budgets of latency: exact expectations from made-up tables; nothing here depends on
+a clock.
+"""
 
 from __future__ import annotations
 
@@ -31,20 +33,42 @@ from fairpruner.measuring import profiling
 def table_of(spaces: Spaces, *, multiple: int = 4, fixed: float = 0.25, uneven: float = 0.5) -> LatencyTable:
     """One operation for each matrix of the chain: a millisecond for a thousand multiply-accumulates."""
     sizes = [factor.size for factor in spaces.costs.factors]
-    ops = tuple(TimedOp(t.factors, fixed, t.coefficient * sizes[t.factors[0]] * sizes[t.factors[1]] / 1000, uneven, (0.1, 0.2)) for t in spaces.costs.flops)
-    return LatencyTable(spaces.costs.factors, ops, 1.25 * sum(op.fixed + op.work for op in ops), multiple, spaces.fingerprint, {"runtime": "made up"})
+    ops = tuple(
+        TimedOp(
+            t.factors,
+            fixed,
+            t.coefficient * sizes[t.factors[0]] * sizes[t.factors[1]] / 1000,
+            uneven,
+            (0.1, 0.2),
+        )
+        for t in spaces.costs.flops
+    )
+    return LatencyTable(
+        spaces.costs.factors,
+        ops,
+        1.25 * sum(op.fixed + op.work for op in ops),
+        multiple,
+        spaces.fingerprint,
+        {"runtime": "made up"},
+    )
 
 
 def by_hand(table: LatencyTable, spaces: Spaces, plan: fp.Plan) -> float:
     """The rule, written once more and one length at a time."""
-    lengths = [f.size - sum(int(owned[list(plan.removed[name])].sum()) for name, owned in f.owned.items()) for f in spaces.costs.factors]
+    lengths = [
+        f.size - sum(int(owned[list(plan.removed[name])].sum()) for name, owned in f.owned.items())
+        for f in spaces.costs.factors
+    ]
     if all(length == factor.size for length, factor in zip(lengths, spaces.costs.factors, strict=True)):
         return table.original
     total = 0.0
     for op in table.ops:
         share, ragged = 1.0, False
         for f in op.factors:
-            up, whole = (-(-length // table.multiple) * table.multiple for length in (lengths[f], spaces.costs.factors[f].size))
+            up, whole = (
+                -(-length // table.multiple) * table.multiple
+                for length in (lengths[f], spaces.costs.factors[f].size)
+            )
             share, ragged = share * up / whole, ragged or lengths[f] % table.multiple > 0
             total += op.widths[op.factors.index(f)] * up / whole
         total += op.fixed + (op.work + op.uneven * ragged) * share
@@ -52,19 +76,38 @@ def by_hand(table: LatencyTable, spaces: Spaces, plan: fp.Plan) -> float:
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.integers(2, 40), min_size=1, max_size=4), st.integers(0, 10**6), st.sampled_from([1, 3, 8]), st.floats(0, 0.99))
-def test_predicted_latency_is_the_sum_over_operations(sizes: list[int], seed: int, multiple: int, alpha: float) -> None:
+@given(
+    st.lists(st.integers(2, 40), min_size=1, max_size=4),
+    st.integers(0, 10**6),
+    st.sampled_from([1, 3, 8]),
+    st.floats(0, 0.99),
+)
+def test_predicted_latency_is_the_sum_over_operations(
+    sizes: list[int], seed: int, multiple: int, alpha: float
+) -> None:
     scores = random_scores(sizes, seed)
     table = table_of(scores.spaces, multiple=multiple)
     plan = fp.allocate(scores, alpha, latency=table)
     assert plan.predicted["latency_ms"] == pytest.approx(by_hand(table, scores.spaces, plan), rel=1e-12)
-    assert plan.original["latency_ms"] == pytest.approx(by_hand(table, scores.spaces, fp.Plan.removing(scores.spaces, {})), rel=1e-12)
-    assert {name: value for name, value in plan.predicted.items() if name != "latency_ms"} == fp.allocate(scores, alpha).predicted
+    assert plan.original["latency_ms"] == pytest.approx(
+        by_hand(table, scores.spaces, fp.Plan.removing(scores.spaces, {})), rel=1e-12
+    )
+    assert {name: value for name, value in plan.predicted.items() if name != "latency_ms"} == fp.allocate(
+        scores, alpha
+    ).predicted
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.integers(2, 30), min_size=1, max_size=3), st.integers(0, 10**6), st.floats(0.3, 1.0), st.booleans(), st.floats(0, 3))
-def test_a_budget_takes_the_first_plan_within_it_or_the_one_before(sizes: list[int], seed: int, share: float, in_ms: bool, uneven: float) -> None:
+@given(
+    st.lists(st.integers(2, 30), min_size=1, max_size=3),
+    st.integers(0, 10**6),
+    st.floats(0.3, 1.0),
+    st.booleans(),
+    st.floats(0, 3),
+)
+def test_a_budget_takes_the_first_plan_within_it_or_the_one_before(
+    sizes: list[int], seed: int, share: float, in_ms: bool, uneven: float
+) -> None:
     scores = random_scores(sizes, seed)
     table = table_of(scores.spaces, uneven=uneven)
     target = share * table.original
@@ -78,7 +121,11 @@ def test_a_budget_takes_the_first_plan_within_it_or_the_one_before(sizes: list[i
         return
     first = within[0]
     # Of the first within and the one before the nearer; and as early as one as near is met.
-    nearer = first if first == 0 or kept[first - 1] - target > target - kept[first] else min(s for s, ms in enumerate(kept) if ms <= kept[first - 1])
+    nearer = (
+        first
+        if first == 0 or kept[first - 1] - target > target - kept[first]
+        else min(s for s, ms in enumerate(kept) if ms <= kept[first - 1])
+    )
     assert fp.allocate(scores, keep=budget, latency=table).depths == plans[nearer].depths
 
 
@@ -87,20 +134,35 @@ def every_plan(scores: Scores) -> list[fp.Plan]:
     dial = Allocator(scores, "tod", 1, 1)._dial
     orders = {name: np.argsort(values, kind="stable") for name, values in scores.removal.items()}
     depths = (dict(zip(scores.spaces.names, dial.depths(step), strict=True)) for step in range(dial.last + 1))
-    return [fp.Plan.removing(scores.spaces, {name: order[: depth[name]] for name, order in orders.items()}) for depth in depths]
+    return [
+        fp.Plan.removing(scores.spaces, {name: order[: depth[name]] for name, order in orders.items()})
+        for depth in depths
+    ]
 
 
 def test_latency_that_rises_where_widths_become_uneven_is_scanned() -> None:
-    """One space of 8 units, multiple 4, that costs 1 ms per unit and 5 ms more when uneven: 8 -> 8, 7..5 -> 13, 4 -> 4, 3..1 -> 6.5 ms."""
+    """One space of 8 units, multiple 4, that costs 1 ms per unit and 5 ms more when uneven: 8 -> 8, 7..5
+    -> 13, 4 -> 4, 3..1 -> 6.5 ms.
+    """
     scores = one_space()
-    table = LatencyTable(scores.spaces.costs.factors, (TimedOp((1,), 0.0, 8.0, 5.0, (0.0,)),), 8.0, 4, scores.spaces.fingerprint)
+    table = LatencyTable(
+        scores.spaces.costs.factors,
+        (TimedOp((1,), 0.0, 8.0, 5.0, (0.0,)),),
+        8.0,
+        4,
+        scores.spaces.fingerprint,
+    )
     kept = {depth: table.milliseconds(np.array([[3], [8 - depth], [10]]))[0] for depth in range(8)}
     assert kept == {0: 8, 1: 13, 2: 13, 3: 13, 4: 4, 5: 6.5, 6: 6.5, 7: 6.5}
     assert fp.allocate(scores, keep=fp.Budget("latency_ms", 4), latency=table).depths == {"s0": 4}
-    assert fp.allocate(scores, keep=fp.Budget("latency", 0.85), latency=table).depths == {"s0": 4}  # 6.8: nearer to 4 than to 13, though 6.5 comes later
+    assert fp.allocate(scores, keep=fp.Budget("latency", 0.85), latency=table).depths == {
+        "s0": 4
+    }  # 6.8: nearer to 4 than to 13, though 6.5 comes later
     assert fp.allocate(scores, keep=fp.Budget("latency_ms", 7.9), latency=table).depths == {"s0": 4}
     assert fp.allocate(scores, keep=fp.Budget("latency", 1.0), latency=table).depths == {"s0": 0}
-    with pytest.raises(fp.FairprunerError, match=r"latency_ms keep=3 is out of reach: the smallest plan keeps 4 "):
+    with pytest.raises(
+        fp.FairprunerError, match=r"latency_ms keep=3 is out of reach: the smallest plan keeps 4 "
+    ):
         fp.allocate(scores, keep=fp.Budget("latency_ms", 3), latency=table)
 
 
@@ -114,7 +176,10 @@ def test_exact_budgets_of_latency_go_between_two_steps() -> None:
     scores = random_scores([12, 20, 9], seed=3)
     table = table_of(scores.spaces, multiple=1, uneven=0)
     target = 0.7 * fp.allocate(scores, 0.0, latency=table).original["latency_ms"]
-    plain, exact = (fp.allocate(scores, keep=fp.Budget("latency", 0.7), exact=exact, latency=table) for exact in (False, True))
+    plain, exact = (
+        fp.allocate(scores, keep=fp.Budget("latency", 0.7), exact=exact, latency=table)
+        for exact in (False, True)
+    )
     assert abs(exact.predicted["latency_ms"] - target) <= abs(plain.predicted["latency_ms"] - target)
 
 
@@ -130,7 +195,9 @@ def test_sweep_knows_latency() -> None:
     scores = random_scores([12, 20], seed=1)
     table = table_of(scores.spaces)
     plans = fp.sweep(scores, "latency", [0.95, 0.8], latency=table)
-    assert [p.removed for p in plans] == [fp.allocate(scores, keep=fp.Budget("latency", a), latency=table).removed for a in (0.95, 0.8)]
+    assert [p.removed for p in plans] == [
+        fp.allocate(scores, keep=fp.Budget("latency", a), latency=table).removed for a in (0.95, 0.8)
+    ]
 
 
 def test_spaces_that_were_left_out_stay_whole() -> None:
@@ -149,9 +216,15 @@ def test_spaces_that_were_left_out_stay_whole() -> None:
         (lambda s, t: fp.Budget("latency_ms", 0), "above 0"),
         (lambda s, t: fp.Budget("latency_ms", float("nan")), "above 0"),
         (lambda s, t: fp.allocate(s, keep=fp.Budget("latency", 0.5)), "no latency was measured"),
-        (lambda s, t: fp.allocate(s, keep=fp.Budget("latency_ms", 1e6), latency=t), "more than the model has"),
+        (
+            lambda s, t: fp.allocate(s, keep=fp.Budget("latency_ms", 1e6), latency=t),
+            "more than the model has",
+        ),
         (lambda s, t: fp.allocate(s, 0.1, multiple_of="auto"), "give latency="),
-        (lambda s, t: fp.allocate(s, 0.1, latency=replace(t, fingerprint="other")), "belongs to another model"),
+        (
+            lambda s, t: fp.allocate(s, 0.1, latency=replace(t, fingerprint="other")),
+            "belongs to another model",
+        ),
         (lambda s, t: replace(t, multiple=0), "multiple of at least 1"),
         (lambda s, t: replace(t, original=0.0), "a time above 0"),
         (lambda s, t: TimedOp((0,), -1.0, 0.0, 0.0, (1.0,)), "no negative time"),
@@ -172,7 +245,12 @@ def test_a_table_and_a_timed_plan_survive_their_files(tmp_path: Path) -> None:
     again = LatencyTable.load(tmp_path / "latency.json")
     plan = fp.allocate(scores, 0.2, latency=table)
     assert fp.allocate(scores, 0.2, latency=again).predicted == plan.predicted
-    assert (again.ops, again.trials, again.setting, again.multiple) == (table.ops, table.trials, table.setting, table.multiple)
+    assert (again.ops, again.trials, again.setting, again.multiple) == (
+        table.ops,
+        table.trials,
+        table.setting,
+        table.multiple,
+    )
     np.testing.assert_allclose(again.misses, [0.05, -0.1])
     plan.save(tmp_path / "plan.json")
     assert fp.Plan.load(tmp_path / "plan.json").predicted == plan.predicted
@@ -194,7 +272,10 @@ def test_the_fit_of_an_operation_is_scipys_nonnegative_least_squares(seed: int, 
     columns = np.stack([np.ones(14), share, share * ragged, *padded], axis=1)
     parts, rest = nnls(columns, times)
     left = columns @ [op.fixed, op.work, op.uneven, *op.widths] - times
-    assert (np.linalg.norm(left), np.abs(left).sum() / times.sum()) == (pytest.approx(rest), pytest.approx(misses))
+    assert (np.linalg.norm(left), np.abs(left).sum() / times.sum()) == (
+        pytest.approx(rest),
+        pytest.approx(misses),
+    )
     if np.linalg.matrix_rank(columns) == 5:
         np.testing.assert_allclose([op.fixed, op.work, op.uneven, *op.widths], parts, atol=1e-6)
 
@@ -204,12 +285,22 @@ def test_a_clear_multiple_is_found_and_an_unclear_one_is_not_believed() -> None:
     lengths, sizes = rng.integers(20, 257, (3, 14)), np.array([256, 256, 256])
     lengths[:, ::2] -= lengths[:, ::2] % 16
     terms = [Term(1, (0, 1)), Term(1, (1, 2))]
-    truth = LatencyTable(tuple(fp.types.Factor(256, {}) for _ in range(3)), tuple(TimedOp(t.factors, 0.1, 5.0, 1.0, (0.3, 0.0)) for t in terms), 10.0, 16, "")
+    truth = LatencyTable(
+        tuple(fp.types.Factor(256, {}) for _ in range(3)),
+        tuple(TimedOp(t.factors, 0.1, 5.0, 1.0, (0.3, 0.0)) for t in terms),
+        10.0,
+        16,
+        "",
+    )
     each = np.stack([replace(truth, ops=(op,)).milliseconds(lengths) for op in truth.ops], axis=1)
     ops, multiple = profiling._fitted(terms, lengths, sizes, each)
     assert multiple == 16
-    np.testing.assert_allclose([(op.fixed, op.work, op.uneven, *op.widths) for op in ops], [(0.1, 5.0, 1.0, 0.3, 0.0)] * 2, atol=1e-6)
-    smooth = np.stack([0.1 + lengths[list(t.factors)].prod(axis=0) / 256**2 for t in terms], axis=1) + 0.01 * rng.random((14, 2))
+    np.testing.assert_allclose(
+        [(op.fixed, op.work, op.uneven, *op.widths) for op in ops], [(0.1, 5.0, 1.0, 0.3, 0.0)] * 2, atol=1e-6
+    )
+    smooth = np.stack(
+        [0.1 + lengths[list(t.factors)].prod(axis=0) / 256**2 for t in terms], axis=1
+    ) + 0.01 * rng.random((14, 2))
     assert profiling._fitted(terms, lengths, sizes, smooth)[1] == 1
 
 
@@ -234,8 +325,17 @@ def test_a_table_predicts_cuts_it_has_never_seen() -> None:
     assert np.abs(table.misses).max() < 1e-9
     assert table.multiple == 1
     rng = np.random.default_rng(1)
-    plan = fp.Plan.removing(spaces, {space.name: rng.permutation(space.size)[: space.size // 3].tolist() for space in spaces})
-    timed = Lengths(table.factors, spaces, [np.concatenate([plan.removed[s.name], np.setdiff1d(np.arange(s.size), plan.removed[s.name])]) for s in spaces])
+    plan = fp.Plan.removing(
+        spaces, {space.name: rng.permutation(space.size)[: space.size // 3].tolist() for space in spaces}
+    )
+    timed = Lengths(
+        table.factors,
+        spaces,
+        [
+            np.concatenate([plan.removed[s.name], np.setdiff1d(np.arange(s.size), plan.removed[s.name])])
+            for s in spaces
+        ],
+    )
     ms = table.milliseconds(timed.kept(np.array([[plan.depths[s.name]] for s in spaces])))[0]
     assert ms == pytest.approx(sum(work_of(fp.cut(model, plan))) / 1e5)
 
@@ -250,9 +350,21 @@ def test_a_real_table_of_a_small_net_says_how_it_was_made(tmp_path: Path) -> Non
     spaces, rounds = fp.discover(model, example), []
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     threads = torch.get_num_threads()
-    table = fp.latency_table(model, example, spaces, batch_size=2, threads=1, repeats=2, progress=lambda done, of: rounds.append((done, of)))
+    table = fp.latency_table(
+        model,
+        example,
+        spaces,
+        batch_size=2,
+        threads=1,
+        repeats=2,
+        progress=lambda done, of: rounds.append((done, of)),
+    )
     assert rounds == [(0, 2), (1, 2), (2, 2)]
-    assert (table.setting["batch_size"], table.setting["threads"], table.setting["runtime"]) == (2, 1, "eager")
+    assert (table.setting["batch_size"], table.setting["threads"], table.setting["runtime"]) == (
+        2,
+        1,
+        "eager",
+    )
     assert torch.get_num_threads() == threads
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert len(table.trials) == 14
@@ -279,26 +391,71 @@ class Undecided(nn.Module):
 
 def test_a_model_whose_operations_depend_on_its_input_is_refused() -> None:
     model = Undecided()
-    with pytest.raises(fp.FairprunerError, match="ran 3 operations when it was timed and 2 when it was traced"):
-        fp.latency_table(model, torch.rand(1, 4), fp.discover(model, torch.rand(1, 4)), batch_size=2, repeats=1)
+    with pytest.raises(
+        fp.FairprunerError, match="ran 3 operations when it was timed and 2 when it was traced"
+    ):
+        fp.latency_table(
+            model, torch.rand(1, 4), fp.discover(model, torch.rand(1, 4)), batch_size=2, repeats=1
+        )
 
 
 @pytest.mark.usefixtures("no_clock")
-def test_the_command_line_plans_by_latency_without_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_line_plans_by_latency_without_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     scores = fp.score(build().eval(), [(torch.rand(16, 1, 8, 8), torch.arange(16) % 10)] * 2, removal="l1")
     scores.save("scores.safetensors")
     run = CliRunner().invoke
-    made = run(app, ["latency", "fairpruner.demo:build", "scores.safetensors", "--shape", "1,8,8", "--repeats", "1", "--threads", "1", "--json"])
+    made = run(
+        app,
+        [
+            "latency",
+            "fairpruner.demo:build",
+            "scores.safetensors",
+            "--shape",
+            "1,8,8",
+            "--repeats",
+            "1",
+            "--threads",
+            "1",
+            "--json",
+        ],
+    )
     assert made.exit_code == 0, made.output
     table = LatencyTable.load("latency.json")
-    done = run(app, ["plan", "scores.safetensors", "--keep", "latency=0.7", "--latency", "latency.json", "--multiple-of", "auto", "--json"])
+    done = run(
+        app,
+        [
+            "plan",
+            "scores.safetensors",
+            "--keep",
+            "latency=0.7",
+            "--latency",
+            "latency.json",
+            "--multiple-of",
+            "auto",
+            "--json",
+        ],
+    )
     assert done.exit_code == 0, done.output
     expected = fp.allocate(scores, keep=fp.Budget("latency", 0.7), latency=table, multiple_of="auto")
     assert json.loads(done.stdout)["predicted"] == dict(expected.predicted)
     assert fp.Plan.load("plan.json").predicted == expected.predicted
-    swept = run(app, ["sweep", "scores.safetensors", "--metric", "latency", "--amounts", "0.9,0.7", "--latency", "latency.json"])
+    swept = run(
+        app,
+        [
+            "sweep",
+            "scores.safetensors",
+            "--metric",
+            "latency",
+            "--amounts",
+            "0.9,0.7",
+            "--latency",
+            "latency.json",
+        ],
+    )
     assert swept.exit_code == 0, swept.output
     assert "latency_ms kept" in swept.stdout
     refused = run(app, ["plan", "scores.safetensors", "--keep", "latency=0.7", "--force"])

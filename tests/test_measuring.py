@@ -1,4 +1,6 @@
-"""Measuring: what is counted is exact, what is timed is timed in turn, and what cannot be had says why. No test depends on how long anything takes."""
+"""Measuring: what is counted is exact, what is timed is timed in turn, and what cannot be had says why.
+No test depends on how long anything takes.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,16 @@ from typer.testing import CliRunner
 import fairpruner as fp
 from fairpruner.cli import app
 from fairpruner.demo import build
-from fairpruner.measuring import Measurement, Quantity, Spread, Timing, energy, generation, runtimes, stored_bytes
+from fairpruner.measuring import (
+    Measurement,
+    Quantity,
+    Spread,
+    Timing,
+    energy,
+    generation,
+    runtimes,
+    stored_bytes,
+)
 from fairpruner.measuring.memory import peak_resident
 from fairpruner.measuring.timing import WARM_UP, batched, interleaved
 
@@ -31,7 +42,9 @@ def pair() -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
     model = build().eval()
     spaces = fp.discover(model, EXAMPLE)
-    return model, fp.cut(model, fp.Plan.removing(spaces, {spaces[0].name: range(5), spaces[1].name: range(9)}))
+    return model, fp.cut(
+        model, fp.Plan.removing(spaces, {spaces[0].name: range(5), spaces[1].name: range(9)})
+    )
 
 
 def test_counts_are_exact_and_both_models_stand_side_by_side(pair: tuple[nn.Module, nn.Module]) -> None:
@@ -41,8 +54,14 @@ def test_counts_are_exact_and_both_models_stand_side_by_side(pair: tuple[nn.Modu
     assert numbers["params"] == (fp.count_params(small), fp.count_params(model))
     assert numbers["flops"] == (fp.count_flops(small, EXAMPLE), fp.count_flops(model, EXAMPLE))
     assert numbers["bytes"] == (stored_bytes(small), stored_bytes(model))
-    assert [(t.runtime, t.what, t.batch_size) for t in found.timings] == [("eager", "forward", 1), ("eager", "forward", 3)]
-    assert all(t.model and t.against and t.speedup and t.model.low <= t.model.median <= t.model.high for t in found.timings)
+    assert [(t.runtime, t.what, t.batch_size) for t in found.timings] == [
+        ("eager", "forward", 1),
+        ("eager", "forward", 3),
+    ]
+    assert all(
+        t.model and t.against and t.speedup and t.model.low <= t.model.median <= t.model.high
+        for t in found.timings
+    )
 
 
 def test_flops_are_of_one_sample_whatever_the_example_holds(pair: tuple[nn.Module, nn.Module]) -> None:
@@ -64,14 +83,18 @@ def test_bytes_on_disk_are_those_of_the_file(pair: tuple[nn.Module, nn.Module], 
 def test_runs_take_turns_and_none_always_comes_first() -> None:
     order: list[str] = []
     ticks = itertools.count()
-    times = interleaved([lambda: order.append("a"), lambda: order.append("b")], 3, clock=lambda: next(ticks) * 0.001)
+    times = interleaved(
+        [lambda: order.append("a"), lambda: order.append("b")], 3, clock=lambda: next(ticks) * 0.001
+    )
     assert order == [*"a" * (WARM_UP + 1), *"b" * (WARM_UP + 1), *"bbaa", *"aabb"]
     assert times.shape == (2, 3)
     np.testing.assert_allclose(times, 1.0)
 
 
 def test_a_speedup_is_the_median_of_the_rounds_own_quotients() -> None:
-    timing = Timing.of("eager", "forward", 1, np.array([[1.0, 10.0, 2.0], [2.0, 20.0, 6.0]]))  # the second round was ten times slower for both
+    timing = Timing.of(
+        "eager", "forward", 1, np.array([[1.0, 10.0, 2.0], [2.0, 20.0, 6.0]])
+    )  # the second round was ten times slower for both
     assert timing.speedup == Spread(2.0, 2.0, 2.5)
     assert (timing.model, timing.against) == (Spread(2.0, 1.5, 6.0), Spread(6.0, 4.0, 13.0))
 
@@ -86,13 +109,18 @@ def test_examples_of_any_form_are_repeated_along_their_batch() -> None:
 
 def test_the_models_are_left_as_they_were(pair: tuple[nn.Module, nn.Module]) -> None:
     model = build().train()
-    before, threads = {name: tensor.clone() for name, tensor in model.state_dict().items()}, torch.get_num_threads()
+    before, threads = (
+        {name: tensor.clone() for name, tensor in model.state_dict().items()},
+        torch.get_num_threads(),
+    )
     fast = torch.backends.mha.get_fastpath_enabled()
     fp.measure(model, EXAMPLE, batch_sizes=[2], threads=1, repeats=1, memory=False)
     assert all(module.training for module in model.modules())
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert (torch.get_num_threads(), torch.backends.mha.get_fastpath_enabled()) == (threads, fast)
-    with pytest.raises(fp.FairprunerError, match=r"The example does not fit the model: .* called with float32\[1, 3\]"):
+    with pytest.raises(
+        fp.FairprunerError, match=r"The example does not fit the model: .* called with float32\[1, 3\]"
+    ):
         fp.measure(model, torch.rand(1, 3), threads=1)
     assert all(module.training for module in model.modules())
     assert torch.get_num_threads() == threads
@@ -110,7 +138,9 @@ def test_every_runtime_computes_what_eager_computes(pair: tuple[nn.Module, nn.Mo
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_runtime_that_is_missing_is_a_row_that_says_so(pair: tuple[nn.Module, nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_runtime_that_is_missing_is_a_row_that_says_so(
+    pair: tuple[nn.Module, nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = importlib.import_module
 
     def without(name: str, *rest: Any) -> Any:
@@ -119,7 +149,14 @@ def test_a_runtime_that_is_missing_is_a_row_that_says_so(pair: tuple[nn.Module, 
         return real(name, *rest)
 
     monkeypatch.setattr(importlib, "import_module", without)
-    found = fp.measure(pair[1], EXAMPLE, batch_sizes=[1], runtimes=["eager", "onnxruntime", "openvino"], repeats=1, memory=False)
+    found = fp.measure(
+        pair[1],
+        EXAMPLE,
+        batch_sizes=[1],
+        runtimes=["eager", "onnxruntime", "openvino"],
+        repeats=1,
+        memory=False,
+    )
     assert [t.model is None for t in found.timings] == [False, True, True]
     assert "openvino needs a package that is not installed: pip install openvino." in repr(found)
 
@@ -151,8 +188,12 @@ def test_peak_memory_is_that_of_a_process_that_holds_the_model_once() -> None:
     assert stored_bytes(wide) * 0.9 < large["peak"] - small["peak"] < stored_bytes(wide) * 2.5
 
 
-def test_energy_is_of_one_call_and_called_an_estimate(pair: tuple[nn.Module, nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp.measuring, "energy_of", lambda run, country: energy.Energy(0.5, 0.1, counted=country == "DEU"))
+def test_energy_is_of_one_call_and_called_an_estimate(
+    pair: tuple[nn.Module, nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        fp.measuring, "energy_of", lambda run, country: energy.Energy(0.5, 0.1, counted=country == "DEU")
+    )
     for country, note in (("DEU", False), ("FRA", True)):
         found = fp.measure(pair[1], EXAMPLE, batch_sizes=[1], repeats=1, memory=False, energy=country)
         joules = next(q for q in found.quantities if q.name == "energy")
@@ -173,7 +214,9 @@ def test_energy_divides_what_codecarbon_says_by_the_calls(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(energy, "_tracker", lambda country: Tracker())
     monkeypatch.setattr(energy, "SECONDS", 0.0)
-    ticks = itertools.count(0.0, -1.0)  # so that the loop's own clock lets exactly as many calls through as the list below is long
+    ticks = itertools.count(
+        0.0, -1.0
+    )  # so that the loop's own clock lets exactly as many calls through as the list below is long
     calls: list[int] = []
     monkeypatch.setattr(energy.time, "perf_counter", lambda: next(ticks) if len(calls) < 4 else 1e9)
     found = energy.energy_of(lambda: calls.append(1), "DEU")
@@ -181,7 +224,9 @@ def test_energy_divides_what_codecarbon_says_by_the_calls(monkeypatch: pytest.Mo
     assert found == energy.Energy(pytest.approx(3.6 / 4), pytest.approx(2 / 4), counted=False)
 
 
-def test_codecarbon_is_asked_for_by_name_when_it_is_missing(pair: tuple[nn.Module, nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_codecarbon_is_asked_for_by_name_when_it_is_missing(
+    pair: tuple[nn.Module, nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(__import__("sys").modules, "codecarbon", None)
     with pytest.raises(fp.FairprunerError, match=r"pip install 'fairpruner\[energy\]'"):
         fp.measure(pair[1], EXAMPLE, batch_sizes=[1], repeats=1, memory=False, energy="DEU")
@@ -200,16 +245,24 @@ def test_codecarbon_is_asked_for_by_name_when_it_is_missing(pair: tuple[nn.Modul
         ({"repeats": 0}, "repeats is 0"),
     ],
 )
-def test_wrong_input_gets_one_clear_sentence(pair: tuple[nn.Module, nn.Module], arguments: dict[str, Any], sentence: str) -> None:
+def test_wrong_input_gets_one_clear_sentence(
+    pair: tuple[nn.Module, nn.Module], arguments: dict[str, Any], sentence: str
+) -> None:
     with pytest.raises(fp.FairprunerError, match=sentence):
         fp.measure(pair[1], EXAMPLE, **arguments)
 
 
 def test_a_measurement_is_a_table_json_and_numbers_for_a_report() -> None:
     found = Measurement(
-        (Quantity("params", "", 50, 100), Quantity("bytes", "B", 2_000_000, 4_000_000), Quantity("peak memory", "B", None, note="no /proc")),
         (
-            Timing("eager", "forward", 1, Spread(1.0, 0.9, 1.1), Spread(2.0, 1.9, 2.3), Spread(2.0, 1.8, 2.1)),
+            Quantity("params", "", 50, 100),
+            Quantity("bytes", "B", 2_000_000, 4_000_000),
+            Quantity("peak memory", "B", None, note="no /proc"),
+        ),
+        (
+            Timing(
+                "eager", "forward", 1, Spread(1.0, 0.9, 1.1), Spread(2.0, 1.9, 2.3), Spread(2.0, 1.8, 2.1)
+            ),
             Timing("openvino", "forward", 1, None, note="missing"),
         ),
         {"threads": 1},
@@ -226,7 +279,9 @@ def test_a_measurement_is_a_table_json_and_numbers_for_a_report() -> None:
 
 
 class Talker(nn.Module):
-    """A language model of no wit that counts how it was called: logits [N, T, 5], and a cache that says how much it has read."""
+    """A language model of no wit that counts how it was called: logits [N, T, 5], and a cache that says
+    how much it has read.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -236,7 +291,13 @@ class Talker(nn.Module):
 
     def generate(self) -> None: ...
 
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, past_key_values: int = 0, use_cache: bool = False) -> Any:
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: int = 0,
+        use_cache: bool = False,
+    ) -> Any:
         read = past_key_values + input_ids.shape[1]
         assert attention_mask is None or attention_mask.shape[1] == read
         self.calls.append((input_ids.shape[0], input_ids.shape[1], past_key_values))
@@ -246,7 +307,10 @@ class Talker(nn.Module):
 
 def test_prefill_and_decode_are_timed_apart() -> None:
     talker = Talker()
-    prompt = {"input_ids": torch.zeros(1, 7, dtype=torch.long), "attention_mask": torch.ones(1, 7, dtype=torch.long)}
+    prompt = {
+        "input_ids": torch.zeros(1, 7, dtype=torch.long),
+        "attention_mask": torch.ones(1, 7, dtype=torch.long),
+    }
     found = fp.measure(talker, prompt, batch_sizes=[2], repeats=2, memory=False)
     assert [t.what for t in found.timings] == ["forward", "prefill", "decode"]
     one = [(2, 7, 0), *((2, 1, 7 + i) for i in range(generation.TOKENS))]
@@ -260,17 +324,37 @@ def test_a_real_language_model_keeps_its_cache() -> None:
     assert [t.what for t in found.timings] == ["forward", "prefill", "decode"]
 
 
-def test_the_command_compares_a_folder_with_its_original(pair: tuple[nn.Module, nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_compares_a_folder_with_its_original(
+    pair: tuple[nn.Module, nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     model = build().eval()
     spaces = fp.discover(model, EXAMPLE)
     plan = fp.Plan.removing(spaces, {spaces[0].name: range(5)})
     fp.save(fp.cut(model, plan), plan, "small")
-    arguments = ["--pruned", "small", "--shape", "1,8,8", "--batch-sizes", "1,2", "--repeats", "1", "--threads", "1", "--no-memory"]
+    arguments = [
+        "--pruned",
+        "small",
+        "--shape",
+        "1,8,8",
+        "--batch-sizes",
+        "1,2",
+        "--repeats",
+        "1",
+        "--threads",
+        "1",
+        "--no-memory",
+    ]
     done = CliRunner().invoke(app, ["measure", "fairpruner.demo:build", *arguments, "--json"])
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
-    assert found["quantities"][0] == {"name": "params", "unit": "", "model": plan.predicted["params"], "against": plan.original["params"], "note": ""}
+    assert found["quantities"][0] == {
+        "name": "params",
+        "unit": "",
+        "model": plan.predicted["params"],
+        "against": plan.original["params"],
+        "note": "",
+    }
     assert [t["batch_size"] for t in found["timings"]] == [1, 2]
     shown = CliRunner().invoke(app, ["measure", "fairpruner.demo:build", *arguments])
     assert "times faster" in shown.stdout

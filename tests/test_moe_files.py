@@ -1,4 +1,6 @@
-"""Pruned MoE models on disk: saved, loaded by fairpruner and by transformers alone, streamed from files to files, bit for bit."""
+"""Pruned MoE models on disk: saved, loaded by fairpruner and by transformers alone, streamed from files
+to files, bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ transformers = pytest.importorskip("transformers", minversion="5")
 def equal_state(a: nn.Module, b: nn.Module) -> bool:
     """Same class, names, dtypes and bits."""
     first, second = a.state_dict(), b.state_dict()
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) and first[name].dtype == second[name].dtype for name in first)
+    return first.keys() == second.keys() and all(
+        torch.equal(first[name], second[name]) and first[name].dtype == second[name].dtype for name in first
+    )
 
 
 def logits(model: Any, implementation: str = "eager") -> torch.Tensor:
@@ -49,7 +53,9 @@ def uneven(spaces: fp.Spaces) -> dict[str, Sequence[int]]:
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen2-MoE folder as one would download it: several files, experts one by one, a tokenizer with a chat template."""
+    """A Qwen2-MoE folder as one would download it: several files, experts one by one, a tokenizer with a
+    chat template.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     folder = tmp_path_factory.mktemp("hub") / "qwen"
@@ -58,19 +64,29 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.save_pretrained(folder, max_shard_size="40KB")
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(90)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", eos_token="w2", pad_token="w0")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token="w0", eos_token="w2", pad_token="w0"
+    )
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     tokenizer.save_pretrained(folder)
     return folder
 
 
 def loaded(folder: Path) -> Any:
-    return fp.load(folder) if (folder / "plan.json").exists() else transformers.AutoModelForCausalLM.from_pretrained(folder)
+    return (
+        fp.load(folder)
+        if (folder / "plan.json").exists()
+        else transformers.AutoModelForCausalLM.from_pretrained(folder)
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_comes_back_bit_for_bit_with_other_counts_in_every_block(family: str, tmp_path: Path) -> None:
-    """Through save, through `transformers` with the folder's code, and through a stream that never builds the model."""
+def test_every_family_comes_back_bit_for_bit_with_other_counts_in_every_block(
+    family: str, tmp_path: Path
+) -> None:
+    """Through save, through `transformers` with the folder's code, and through a stream that never builds
+    the model.
+    """
     moe(family, torch.float32).save_pretrained(tmp_path / "whole", max_shard_size="30KB")
     model = getattr(transformers, FAMILIES[family][0]).from_pretrained(tmp_path / "whole")
     spaces = fp.discover(model, tokens(), kinds=["expert"])
@@ -85,7 +101,11 @@ def test_every_family_comes_back_bit_for_bit_with_other_counts_in_every_block(fa
         again.append(getattr(transformers, auto).from_pretrained(tmp_path / "small", trust_remote_code=True))
     for other in again:
         assert equal_state(small, other)
-        assert [b.size for b in expert_blocks(other)] == [b.size for b in expert_blocks(small)] == [s.size - plan.depths[s.name] for s in spaces]
+        assert (
+            [b.size for b in expert_blocks(other)]
+            == [b.size for b in expert_blocks(small)]
+            == [s.size - plan.depths[s.name] for s in spaces]
+        )
         torch.testing.assert_close(logits(other), expected, rtol=1e-4, atol=1e-5)
     assert all(torch.equal(logits(other), expected) for other in again[:2])
     assert type(again[0]) is type(model)
@@ -100,13 +120,30 @@ def names_of(folder: Path) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "deepseek_v3", "gpt_oss", "granitemoe", "ernie4_5_moe", "glm4_moe"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "qwen2_moe",
+        "qwen3_moe",
+        "mixtral",
+        "olmoe",
+        "deepseek_v3",
+        "gpt_oss",
+        "granitemoe",
+        "ernie4_5_moe",
+        "glm4_moe",
+    ],
+)
 def test_equal_counts_make_a_folder_without_code(family: str, tmp_path: Path) -> None:
-    """The experts lie in its files as in the original's, and all that transformers 5 renamed also has its earlier name: other programs look for those."""
+    """The experts lie in its files as in the original's, and all that transformers 5 renamed also has its
+    earlier name: other programs look for those.
+    """
     model = moe(family, torch.float32, rope_theta=5000)
     model.save_pretrained(tmp_path / "whole")
     spaces = fp.discover(model, tokens(), kinds=["expert"])
-    plan = fp.Plan.removing(spaces, {s.name: [g * (s.size // s.groups) for g in range(s.groups)] for s in spaces})
+    plan = fp.Plan.removing(
+        spaces, {s.name: [g * (s.size // s.groups) for g in range(s.groups)] for s in spaces}
+    )
     small: Any = fp.cut(model, plan)
     fp.save(small, plan, tmp_path / "small")
     stream(tmp_path / "whole", plan, tmp_path / "streamed")
@@ -116,7 +153,12 @@ def test_equal_counts_make_a_folder_without_code(family: str, tmp_path: Path) ->
         assert "pruned" not in config
         assert "auto_map" not in config
         read = type(model.config).from_dict
-        assert read({name: config[name] for name in config if name not in ("rope_parameters", "dtype")}).to_dict() == read(config).to_dict()
+        assert (
+            read(
+                {name: config[name] for name in config if name not in ("rope_parameters", "dtype")}
+            ).to_dict()
+            == read(config).to_dict()
+        )
         assert read(config).rope_parameters["rope_theta"] == config["rope_theta"] == 5000
         alone, told = type(model).from_pretrained(folder, output_loading_info=True)
         assert not told["unexpected_keys"]
@@ -130,7 +172,11 @@ def test_equal_counts_make_a_folder_without_code(family: str, tmp_path: Path) ->
 def test_numbers_of_experts_and_rotary_settings_have_their_earlier_names_too(tmp_path: Path) -> None:
     """Transformers 4 would take 128 experts and a base of 10,000 otherwise."""
     scaled = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-    text = {"num_experts": 6, "rope_parameters": {**scaled, "rope_theta": 5000.0, "partial_rotary_factor": 0.5}, "dtype": "bfloat16"}
+    text = {
+        "num_experts": 6,
+        "rope_parameters": {**scaled, "rope_theta": 5000.0, "partial_rotary_factor": 0.5},
+        "dtype": "bfloat16",
+    }
     write_config(transformers.Qwen3MoeConfig(**text), tmp_path / "config.json")
     write_config(transformers.Qwen3VLMoeConfig(text_config=text), tmp_path / "parts.json")
     alone, within = (json.loads((tmp_path / name).read_text()) for name in ("config.json", "parts.json"))
@@ -146,7 +192,13 @@ def test_numbers_of_experts_and_rotary_settings_have_their_earlier_names_too(tmp
 def test_a_transformers_that_keeps_experts_otherwise_is_told(original: Path) -> None:
     """Version 4 has them one by one."""
     model = loaded(original)
-    with pytest.raises(ValueError, match=r"Qwen2MoeForCausalLM has no model.layers.0.mlp.experts.3.up_proj.weight in the .* written with 5\."):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"Qwen2MoeForCausalLM has no model.layers.0.mlp.experts.3.up_proj.weight in the .* written"
+            r" with 5\."
+        ),
+    ):
         resize(model, {"tensors": {"model.layers.0.mlp.experts.3.up_proj.weight": [20, 32]}, "modules": {}})
 
 
@@ -176,7 +228,9 @@ def test_experts_heads_and_hidden_units_go_in_one_plan(original: Path, tmp_path:
         assert json.loads((folder / "generation_config.json").read_text())["max_new_tokens"] == 7
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         assert tokenizer.apply_chat_template([{"role": "user", "content": "w5"}], tokenize=False) == "w5"
-    assert (tmp_path / "small" / "config.json").read_bytes() == (tmp_path / "streamed" / "config.json").read_bytes()
+    assert (tmp_path / "small" / "config.json").read_bytes() == (
+        tmp_path / "streamed" / "config.json"
+    ).read_bytes()
 
 
 def test_a_pruned_folder_is_pruned_again(original: Path, tmp_path: Path) -> None:
@@ -189,7 +243,9 @@ def test_a_pruned_folder_is_pruned_again(original: Path, tmp_path: Path) -> None
         folder = tmp_path / f"turn{turn}"
         fp.save(small, plan, folder)
         assert equal_state(small, fp.load(folder))
-        assert equal_state(small, transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True))
+        assert equal_state(
+            small, transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+        )
     assert [block.size for block in expert_blocks(fp.load(folder))] == [10, 8]
 
 
@@ -203,7 +259,11 @@ def test_all_backends_agree_and_generation_uses_its_cache(original: Path, tmp_pa
     for implementation in ("batched_mm", "grouped_mm"):
         torch.testing.assert_close(logits(small, implementation), expected, rtol=1e-4, atol=1e-5)
     prompt = tokens()
-    options = {"attention_mask": torch.ones_like(prompt["input_ids"]), "do_sample": False, "max_new_tokens": 6}
+    options = {
+        "attention_mask": torch.ones_like(prompt["input_ids"]),
+        "do_sample": False,
+        "max_new_tokens": 6,
+    }
     cached, plain = (small.generate(**prompt, **options, use_cache=use) for use in (True, False))
     assert cached.shape[1] == prompt["input_ids"].shape[1] + 6
     assert torch.equal(cached, plain)
@@ -221,14 +281,26 @@ import torch, transformers
 model = transformers.AutoModelForCausalLM.from_pretrained({str(tmp_path / "small")!r}, trust_remote_code=True)
 print(sum(p.double().abs().sum().item() for p in model.parameters()))
 """
-    done = subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) == sum(p.double().abs().sum().item() for p in small.parameters())
 
 
-def test_files_that_only_the_outer_class_converts_are_converted_for_the_folders_code_too(tmp_path: Path) -> None:
-    """GPT-NeoX calls its head `embed_out` in files; transformers leaves the files of foreign code as they are, unless told."""
-    sizes = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
+def test_files_that_only_the_outer_class_converts_are_converted_for_the_folders_code_too(
+    tmp_path: Path,
+) -> None:
+    """GPT-NeoX calls its head `embed_out` in files; transformers leaves the files of foreign code as they
+    are, unless told.
+    """
+    sizes = {
+        "vocab_size": 99,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 24,
+    }
     model = transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**sizes)).eval()
     spaces = fp.discover(model, tokens(), kinds=["hidden"])
     plan = fp.Plan.removing(spaces, {spaces[0].name: (1, 2)})
@@ -236,7 +308,9 @@ def test_files_that_only_the_outer_class_converts_are_converted_for_the_folders_
     fp.save(small, plan, tmp_path / "small")
     assert "embed_out.weight" in names_of(tmp_path / "small")
     assert equal_state(small, fp.load(tmp_path / "small"))
-    assert equal_state(small, transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "small", trust_remote_code=True))
+    assert equal_state(
+        small, transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "small", trust_remote_code=True)
+    )
 
 
 def test_a_listed_block_is_saved_and_loaded(tmp_path: Path) -> None:
@@ -255,7 +329,10 @@ def test_files_of_another_plan_or_altered_ones_are_refused(original: Path, tmp_p
     other = fp.Plan.removing(plan.spaces, {})
     fp.save(fp.cut(model, plan), plan, tmp_path / "small", max_shard_size="20KB")
     other.save(tmp_path / "small" / "plan.json")
-    with pytest.raises(fp.FairprunerError, match=r"plan.json and model-00001-of-\d+.safetensors of folder .* do not belong together"):
+    with pytest.raises(
+        fp.FairprunerError,
+        match=r"plan.json and model-00001-of-\d+.safetensors of folder .* do not belong together",
+    ):
         fp.load(tmp_path / "small")
     plan.save(tmp_path / "small" / "plan.json")
     fp.load(tmp_path / "small")
@@ -276,7 +353,9 @@ def test_a_model_of_several_types_has_them_again(original: Path, tmp_path: Path)
     assert equal_state(small, fp.load(tmp_path / "small"))
 
 
-@pytest.mark.parametrize(("text", "size"), [("5GB", 5_000_000_000), ("1.5mb", 1_500_000), (77, 77), ("2KB", 2000)])
+@pytest.mark.parametrize(
+    ("text", "size"), [("5GB", 5_000_000_000), ("1.5mb", 1_500_000), (77, 77), ("2KB", 2000)]
+)
 def test_sizes_are_understood(text: str | int, size: int) -> None:
     assert parse_size(text) == size
 

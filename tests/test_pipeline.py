@@ -32,7 +32,9 @@ def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def same(a: nn.Module, b: nn.Module) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
+    return all(
+        torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +47,19 @@ def digits() -> tuple[nn.Module, DataLoader[Any], Digits]:
     return model, DataLoader(TensorDataset(known.x, known.y), 64, shuffle=True), test
 
 
-def test_three_rounds_with_training_are_saved_and_loaded_from_the_original(digits: tuple[nn.Module, DataLoader[Any], Digits], tmp_path: Path) -> None:
+def test_three_rounds_with_training_are_saved_and_loaded_from_the_original(
+    digits: tuple[nn.Module, DataLoader[Any], Digits], tmp_path: Path
+) -> None:
     model, data, test = digits
     before, history = copy.deepcopy(model), list[Epoch]()
     recipe = Recipe(learning_rate=0.05)
     small, plan = prune(
-        model, data, keep=fp.Budget("flops", 0.3), rounds=3, recover_epochs=1, options={"recover": {"recipe": recipe, "on_epoch": history.append}}
+        model,
+        data,
+        keep=fp.Budget("flops", 0.3),
+        rounds=3,
+        recover_epochs=1,
+        options={"recover": {"recipe": recipe, "on_epoch": history.append}},
     )
     assert same(model, before)
     assert plan.rule == "iterative"
@@ -75,7 +84,13 @@ def test_a_budget_is_approached_geometrically(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(fairpruner.pipeline, "allocate", spy)
     model = mlp()
-    _, plan = prune(model, some_data(), keep=fp.Budget("params", 0.25), rounds=2, options={"allocate": {"rule": "uniform"}})
+    _, plan = prune(
+        model,
+        some_data(),
+        keep=fp.Budget("params", 0.25),
+        rounds=2,
+        options={"allocate": {"rule": "uniform"}},
+    )
     total = fp.count_params(model)
     assert budgets == [fp.Budget("params", round(total / 2)), fp.Budget("params", round(total / 4))]
     assert plan.share("params") == pytest.approx(0.25, abs=0.05)
@@ -104,7 +119,9 @@ def test_one_round_is_the_allocated_plan_itself() -> None:
 def test_a_round_that_went_too_far_is_followed_by_one_that_removes_nothing() -> None:
     model = nn.Sequential(nn.Linear(4, 40), nn.ReLU(), nn.Linear(40, 3))
     # The first round aims at 29 units and can have 40 or 20; the second aims at 21.
-    _, plan = prune(model, some_data(), keep=fp.Budget("units", 21), rounds=2, options={"allocate": {"multiple_of": 20}})
+    _, plan = prune(
+        model, some_data(), keep=fp.Budget("units", 21), rounds=2, options={"allocate": {"multiple_of": 20}}
+    )
     assert plan.predicted["units"] == 20
 
 
@@ -117,23 +134,40 @@ def test_options_reach_their_stages(tmp_path: Path) -> None:
         "allocate": {"multiple_of": 4},
         "recover": {"folder": tmp_path, "on_epoch": history.append, "teacher": model},
     }
-    small, plan = prune(model, data, keep=fp.Budget("units", 0.5), rounds=2, recover_epochs=2, options=options)
+    small, plan = prune(
+        model, data, keep=fp.Budget("units", 0.5), rounds=2, recover_epochs=2, options=options
+    )
     assert plan.spaces.names == ("2",)
     assert plan.predicted["units"] % 4 == 0
     assert [epoch.number for epoch in history] == [1, 2, 1, 2]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["round-1", "round-2"]
-    again, _ = prune(model, data, keep=fp.Budget("units", 0.5), rounds=2, recover_epochs=2, options=options)  # from the checkpoints
+    again, _ = prune(
+        model, data, keep=fp.Budget("units", 0.5), rounds=2, recover_epochs=2, options=options
+    )  # from the checkpoints
     assert same(again, small)
 
 
 def test_every_cut_is_repaired() -> None:
     data = [(x, x[:, :3].argmax(1)) for x, _ in some_data()]
-    model = fairpruner.pipeline.recover(mlp(), data, epochs=60, recipe=Recipe(learning_rate=0.2))  # it has something to lose
+    model = fairpruner.pipeline.recover(
+        mlp(), data, epochs=60, recipe=Recipe(learning_rate=0.2)
+    )  # it has something to lose
     notes: list[Any] = []
-    small, plan = prune(model, data, keep=fp.Budget("units", 0.5), repair=("least_squares", "batchnorm"), options={"repair": {"notes": notes}})
+    small, plan = prune(
+        model,
+        data,
+        keep=fp.Budget("units", 0.5),
+        repair=("least_squares", "batchnorm"),
+        options={"repair": {"notes": notes}},
+    )
     assert notes
     assert not same(small, fp.cut(model, plan))
-    assert same(small, fairpruner.pipeline.mend(fp.cut(model, plan), model, plan, data, method=("least_squares", "batchnorm")))
+    assert same(
+        small,
+        fairpruner.pipeline.mend(
+            fp.cut(model, plan), model, plan, data, method=("least_squares", "batchnorm")
+        ),
+    )
     twice, whole = prune(model, data, keep=fp.Budget("units", 0.5), repair="mean", rounds=2)
     assert shapes(twice) == shapes(fp.cut(model, whole))
 
@@ -155,9 +189,15 @@ def test_recovery_trains_on_its_own_data() -> None:
         ({"alpha": 0.1, "rounds": 1.5}, "rounds=1.5"),
         ({"alpha": 0.1, "recover_epochs": -1}, "recover_epochs=-1, expected a whole number of at least 0"),
         ({"alpha": 0.1, "options": {"scores": {}}}, "Unknown stage 'scores': did you mean 'score'"),
-        ({"alpha": 0.1, "options": {"score": {"removals": "l1"}}}, "Unknown option of score 'removals': did you mean 'removal'"),
+        (
+            {"alpha": 0.1, "options": {"score": {"removals": "l1"}}},
+            "Unknown option of score 'removals': did you mean 'removal'",
+        ),
         ({"alpha": 0.1, "options": {"recover": {"epochs": 3}}}, "Unknown option of recover 'epochs'"),
-        ({"alpha": 0.1, "repair": "least_square"}, "Unknown repair method 'least_square': did you mean 'least_squares'"),
+        (
+            {"alpha": 0.1, "repair": "least_square"},
+            "Unknown repair method 'least_square': did you mean 'least_squares'",
+        ),
         ({"alpha": 0.1, "train": iter([])}, "The data is a list_iterator, which can be read once"),
         ({"keep": fp.Budget("units", 0.01)}, "out of reach"),
     ],

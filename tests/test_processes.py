@@ -35,7 +35,12 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, fp.Scores]:
     folder = tmp_path_factory.mktemp("alone")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE), "PYTHONWARNINGS": "ignore"}
     for count in (1, 9):
-        subprocess.run([sys.executable, str(HERE / "scoring_job.py"), str(folder / str(count)), str(count)], env=environment, check=True, timeout=240)
+        subprocess.run(
+            [sys.executable, str(HERE / "scoring_job.py"), str(folder / str(count)), str(count)],
+            env=environment,
+            check=True,
+            timeout=240,
+        )
     return {count: fp.Scores.load(folder / f"{count}.0") for count in (1, 9)}
 
 
@@ -46,11 +51,17 @@ def test_two_processes_score_as_one(alone: dict[int, fp.Scores], tmp_path: Path,
     first, second = (fp.Scores.load(tmp_path / f"scores.{rank}") for rank in (0, 1))
     one = alone[count]
     assert first.samples == second.samples == one.samples
-    for mine, other, single in ((first.removals, second.removals, one.removals), (first.protections, second.protections, one.protections)):
+    for mine, other, single in (
+        (first.removals, second.removals, one.removals),
+        (first.protections, second.protections, one.protections),
+    ):
         for signal in single:
             for space in one.spaces.names:
                 assert np.array_equal(mine[signal][space], other[signal][space])
-                assert np.allclose(mine[signal][space], single[signal][space], rtol=1e-6, atol=1e-12), (signal, space)
+                assert np.allclose(mine[signal][space], single[signal][space], rtol=1e-6, atol=1e-12), (
+                    signal,
+                    space,
+                )
 
 
 def test_a_process_that_dies_ends_the_job_and_leaves_no_scores(tmp_path: Path) -> None:

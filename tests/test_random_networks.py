@@ -15,7 +15,12 @@ import fairpruner as fp
 class Residual(nn.Module):
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Conv2d(width, inner, 3, padding=1), nn.BatchNorm2d(inner), nn.ReLU(), nn.Conv2d(inner, width, 1))
+        self.body = nn.Sequential(
+            nn.Conv2d(width, inner, 3, padding=1),
+            nn.BatchNorm2d(inner),
+            nn.ReLU(),
+            nn.Conv2d(inner, width, 1),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.relu(x + self.body(x))
@@ -66,7 +71,9 @@ class Gated(nn.Module):
 
 
 def conv(width: int, size: int) -> nn.Module:
-    return nn.Sequential(nn.Conv2d(width, size, 3, padding=1), nn.BatchNorm2d(size), nn.ReLU(), nn.Conv2d(size, width, 1))
+    return nn.Sequential(
+        nn.Conv2d(width, size, 3, padding=1), nn.BatchNorm2d(size), nn.ReLU(), nn.Conv2d(size, width, 1)
+    )
 
 
 PARTS = {
@@ -76,13 +83,21 @@ PARTS = {
     "halves": Halves,
     "gated": Gated,
     "conv": conv,
-    "depthwise": lambda width, _: nn.Sequential(nn.Conv2d(width, width, 3, padding=1, groups=width), nn.PReLU(width)),
-    "wide_groups": lambda width, _: nn.Sequential(nn.Conv2d(width, width, 3, padding=1, groups=2), nn.LeakyReLU()),
-    "narrow_groups": lambda width, _: nn.Sequential(nn.Conv2d(width, width, 1, groups=width // 2), nn.BatchNorm2d(width)),
+    "depthwise": lambda width, _: nn.Sequential(
+        nn.Conv2d(width, width, 3, padding=1, groups=width), nn.PReLU(width)
+    ),
+    "wide_groups": lambda width, _: nn.Sequential(
+        nn.Conv2d(width, width, 3, padding=1, groups=2), nn.LeakyReLU()
+    ),
+    "narrow_groups": lambda width, _: nn.Sequential(
+        nn.Conv2d(width, width, 1, groups=width // 2), nn.BatchNorm2d(width)
+    ),
     "group_norm": lambda width, _: nn.GroupNorm(width // 4, width),
     "instance_norm": lambda width, _: nn.InstanceNorm2d(width, affine=True),
     "pool": lambda *_: nn.AvgPool2d(3, 1, 1),
-    "deconv": lambda width, size: nn.Sequential(nn.ConvTranspose2d(width, size, 3, padding=1), nn.ReLU(), nn.Conv2d(size, width, 1)),
+    "deconv": lambda width, size: nn.Sequential(
+        nn.ConvTranspose2d(width, size, 3, padding=1), nn.ReLU(), nn.Conv2d(size, width, 1)
+    ),
 }
 
 
@@ -107,8 +122,13 @@ class Net(nn.Module):
     flatten=st.booleans(),
     share=st.sampled_from([0.2, 0.5, 0.9]),
 )
-def test_any_network_is_cut_right_or_refused(width: int, parts: list[tuple[str, int]], flatten: bool, share: float) -> None:
-    model, example = with_lively_weights(Net(width, parts, flatten)), torch.randn(2, 3, 6, 6, dtype=torch.float64)
+def test_any_network_is_cut_right_or_refused(
+    width: int, parts: list[tuple[str, int]], flatten: bool, share: float
+) -> None:
+    model, example = (
+        with_lively_weights(Net(width, parts, flatten)),
+        torch.randn(2, 3, 6, 6, dtype=torch.float64),
+    )
     try:
         spaces = fp.discover(model, example)
     except fp.FairprunerError as error:

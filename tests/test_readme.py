@@ -21,14 +21,23 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def blocks(document: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", document.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    return re.findall(
+        rf"^```{language}\n(.*?)^```", document.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
 
 
 @pytest.mark.parametrize("document", [d for d in DOCUMENTS if blocks(d, "python")], ids=lambda d: d.name)
-def test_python_blocks_run_one_after_the_other(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_python_blocks_run_one_after_the_other(
+    document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     digits = Digits.load()[0]
-    names: dict[str, Any] = {"model": build().eval(), "build": build, "data": [(digits.x[:64], digits.y[:64])] * 2, "example": torch.rand(1, 1, 8, 8)}
+    names: dict[str, Any] = {
+        "model": build().eval(),
+        "build": build,
+        "data": [(digits.x[:64], digits.y[:64])] * 2,
+        "example": torch.rand(1, 1, 8, 8),
+    }
     for number, block in enumerate(blocks(document, "python")):
         exec(compile(block, f"{document.name}, python block {number}", "exec"), names)
 
@@ -39,7 +48,9 @@ def test_shell_blocks_run(document: Path, tmp_path: Path, monkeypatch: pytest.Mo
     for line in "".join(blocks(document, "sh")).splitlines():
         program, *arguments = shlex.split(line, comments=True)
         if program == "make":  # the set-up is what runs this test: looked up, not run
-            assert re.search(rf"^{arguments[0]}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+            assert re.search(
+                rf"^{arguments[0]}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE
+            )
             continue
         assert program == "fairpruner"
         result = CliRunner().invoke(app, arguments)
@@ -47,14 +58,20 @@ def test_shell_blocks_run(document: Path, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_extras_that_the_readme_names_exist() -> None:
-    extras = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("[project.optional-dependencies]")[2], re.MULTILINE)
+    extras = re.findall(
+        r"^(\w+) = \[",
+        (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("[project.optional-dependencies]")[2],
+        re.MULTILINE,
+    )
     named = re.search(r"extras you need: (.*?)\.\n", (ROOT / "README.md").read_text(encoding="utf-8"))
     assert named is not None
     assert set(re.findall(r"`(\w+)`", named[1])) <= set(extras)
 
 
 def test_the_tree_in_the_readme_exists() -> None:
-    listed = re.findall(r"^  (\w+(?:\.py|/)) ", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    listed = re.findall(
+        r"^  (\w+(?:\.py|/)) ", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert len(listed) > 20
     assert all((ROOT / "src" / "fairpruner" / name).exists() for name in listed)
 
@@ -70,5 +87,11 @@ def test_links_lead_somewhere(document: Path) -> None:
 
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)
 def test_examples_run(example: Path, tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-W", "error", str(example)], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(example)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,6 @@
-"""The reconstruction signal against brute force: the greedy order of the least error that the kept units cannot make up for."""
+"""The reconstruction signal against brute force: the greedy order of the least error that the kept units
+cannot make up for.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def left_error(covariance: Floats, weights: Floats, gone: list[int]) -> float:
     kept = [i for i in range(len(covariance)) if i not in gone]
     rest = covariance[np.ix_(gone, gone)]
     if kept:
-        rest = rest - covariance[np.ix_(gone, kept)] @ np.linalg.solve(covariance[np.ix_(kept, kept)], covariance[np.ix_(kept, gone)])
+        rest = rest - covariance[np.ix_(gone, kept)] @ np.linalg.solve(
+            covariance[np.ix_(kept, kept)], covariance[np.ix_(kept, gone)]
+        )
     return float(np.trace(weights[gone].T @ rest @ weights[gone]))
 
 
@@ -28,19 +32,28 @@ def brute_force(covariance: Floats, weights: Floats, width: int) -> tuple[list[i
     units, order, errors = len(covariance) // width, [], []
     for _ in range(units):
         candidates = {
-            u: left_error(covariance, weights, [i for v in (*order, u) for i in range(v * width, (v + 1) * width)]) for u in range(units) if u not in order
+            u: left_error(
+                covariance, weights, [i for v in (*order, u) for i in range(v * width, (v + 1) * width)]
+            )
+            for u in range(units)
+            if u not in order
         }
         order.append(min(candidates, key=lambda u: candidates[u]))
         errors.append(candidates[order[-1]])
     return order, errors
 
 
-@given(units=st.integers(1, 7), width=st.integers(1, 3), outputs=st.integers(1, 5), seed=st.integers(0, 10**6))
+@given(
+    units=st.integers(1, 7), width=st.integers(1, 3), outputs=st.integers(1, 5), seed=st.integers(0, 10**6)
+)
 def test_scores_are_the_errors_of_the_greedy_order(units: int, width: int, outputs: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     samples = rng.normal(size=(200, units * width)) * rng.uniform(0.5, 2, units * width)
     mixed = samples @ (np.eye(units * width) + 0.3 * rng.normal(size=(units * width, units * width)))
-    covariance, weights = np.cov(mixed.T).reshape(units * width, -1), rng.normal(size=(units * width, outputs))
+    covariance, weights = (
+        np.cov(mixed.T).reshape(units * width, -1),
+        rng.normal(size=(units * width, outputs)),
+    )
     order, errors = brute_force(covariance, weights, width)
     scores = greedy_errors(covariance, weights @ weights.T, units)
     np.testing.assert_allclose(np.sort(scores), errors, rtol=1e-2, atol=1e-6 * errors[-1])
@@ -50,7 +63,9 @@ def test_scores_are_the_errors_of_the_greedy_order(units: int, width: int, outpu
 def test_redundant_units_go_first_and_only_while_they_are_redundant() -> None:
     rng = np.random.default_rng(0)
     free = rng.normal(size=(500, 3))
-    samples = np.stack([free[:, 0], free[:, 1], free[:, 2], free[:, 0] + free[:, 1], np.full(500, 7.0)], axis=1)
+    samples = np.stack(
+        [free[:, 0], free[:, 1], free[:, 2], free[:, 0] + free[:, 1], np.full(500, 7.0)], axis=1
+    )
     order = np.argsort(greedy_errors(np.cov(samples.T), np.eye(5) * 10, 5)).tolist()
     assert 4 in order[:2]  # the constant
     assert len({0, 1, 3} & set(order[:2])) == 1  # one of the three that two determine
@@ -69,7 +84,9 @@ def test_the_signal_uses_the_moments_of_what_consumers_read(name: str) -> None:
     other = fp.score(model, small_nets.batches(name, 60, 60), spaces=spaces, removal="reconstruction")
     for space in spaces:
         assert (scores.removal[space.name] > 0).all()
-        np.testing.assert_allclose(scores.removal[space.name], other.removal[space.name], rtol=1e-6)  # however the data is cut into batches
+        np.testing.assert_allclose(
+            scores.removal[space.name], other.removal[space.name], rtol=1e-6
+        )  # however the data is cut into batches
         assert scores.halves["reconstruction"][space.name].shape == (2, space.size)
 
 
@@ -77,9 +94,13 @@ def test_a_linear_net_by_hand() -> None:
     net = nn.Sequential(nn.Linear(3, 4, bias=False), nn.Linear(4, 2, bias=False)).double()
     inputs = torch.randn(80, 3, dtype=torch.float64)
     spaces = fp.discover(net, inputs[:1])
-    found = fp.score(net, [(inputs, torch.arange(80) % 2)], spaces=spaces, removal="reconstruction").removal["0"]
+    found = fp.score(net, [(inputs, torch.arange(80) % 2)], spaces=spaces, removal="reconstruction").removal[
+        "0"
+    ]
     hidden = net[0](inputs).detach().numpy()
     covariance, weights = np.cov(hidden.T, bias=True), net[1].weight.detach().numpy().T
     damped = covariance + 1e-6 * np.trace(covariance) / 4 * np.eye(4)
     flops = 3 + 2  # of one unit
-    np.testing.assert_allclose(np.sort(found), np.divide(brute_force(damped, weights, 1)[1], flops), rtol=1e-6)
+    np.testing.assert_allclose(
+        np.sort(found), np.divide(brute_force(damped, weights, 1)[1], flops), rtol=1e-6
+    )

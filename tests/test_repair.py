@@ -37,7 +37,9 @@ def with_twins(model: nn.Module, spaces: fp.Spaces, twins: Mapping[str, tuple[in
     for space in spaces:
         for part in space.slices if space.name in twins else ():
             if part.role != "read":
-                first, second = (torch.from_numpy(np.flatnonzero(part.owner == unit)) for unit in twins[space.name])
+                first, second = (
+                    torch.from_numpy(np.flatnonzero(part.owner == unit)) for unit in twins[space.name]
+                )
                 changes.setdefault(part.tensor, []).append((part.dim, first, second))
 
     def change(name: str, tensor: Tensor) -> Tensor:
@@ -62,7 +64,10 @@ class Attention(nn.Module):
 
 
 NETS: dict[str, tuple[Any, tuple[int, ...]]] = {
-    **{name: (build, (2, 3, 16, 16) if name.startswith("resnet") else shape) for name, (build, shape) in zoo.SMALL.items()},
+    **{
+        name: (build, (2, 3, 16, 16) if name.startswith("resnet") else shape)
+        for name, (build, shape) in zoo.SMALL.items()
+    },
     "attention": (Attention, (2, 5, 12)),
 }
 
@@ -96,13 +101,20 @@ CONSUMERS = {
 
 
 # A weight that is called several times is left alone by sequential.
-TWINS = [(kind, method) for kind in CONSUMERS for method in ("least_squares", "sequential") if (kind, method) != ("called several times", "sequential")]
+TWINS = [
+    (kind, method)
+    for kind in CONSUMERS
+    for method in ("least_squares", "sequential")
+    if (kind, method) != ("called several times", "sequential")
+]
 
 
 @pytest.mark.parametrize(("kind", "method"), TWINS)
 def test_a_twin_comes_back_exactly(kind: str, method: str) -> None:
     name, space = CONSUMERS[kind]
-    model, inputs, spaces = built(name, 400 if kind == "flattened" else 100)  # more than the features of a row
+    model, inputs, spaces = built(
+        name, 400 if kind == "flattened" else 100
+    )  # more than the features of a row
     model = with_twins(model, spaces, {space: (0, 1)})
     plan = fp.Plan.removing(spaces, {space: (1,)})
     small = fp.cut(model, plan)
@@ -149,25 +161,44 @@ def test_least_squares_against_numpy() -> None:
     inputs = torch.randn(400, 5, dtype=torch.float64)
     plan = fp.Plan.removing(fp.discover(net, inputs[:1]), {"0": (2, 3, 7)})
     repaired = fp.repair(fp.cut(net, plan), net, plan, matching(net, inputs, 100), loss=squared)
-    hidden, weight, bias = net[1](net[0](inputs)).detach().numpy(), net[2].weight.detach().numpy(), net[2].bias.detach().numpy()
+    hidden, weight, bias = (
+        net[1](net[0](inputs)).detach().numpy(),
+        net[2].weight.detach().numpy(),
+        net[2].bias.detach().numpy(),
+    )
     kept, gone = [0, 1, 4, 5, 6], [2, 3, 7]
-    solution = np.linalg.lstsq(np.column_stack([hidden[:, kept], np.ones(400)]), hidden[:, gone], rcond=None)[0]  # [6, 3]
-    np.testing.assert_allclose(repaired[2].weight.detach().numpy(), weight[:, kept] + weight[:, gone] @ solution[:-1].T, rtol=1e-6, atol=1e-8)
-    np.testing.assert_allclose(repaired[2].bias.detach().numpy(), bias + weight[:, gone] @ solution[-1], rtol=1e-6, atol=1e-8)
+    solution = np.linalg.lstsq(np.column_stack([hidden[:, kept], np.ones(400)]), hidden[:, gone], rcond=None)[
+        0
+    ]  # [6, 3]
+    np.testing.assert_allclose(
+        repaired[2].weight.detach().numpy(),
+        weight[:, kept] + weight[:, gone] @ solution[:-1].T,
+        rtol=1e-6,
+        atol=1e-8,
+    )
+    np.testing.assert_allclose(
+        repaired[2].bias.detach().numpy(), bias + weight[:, gone] @ solution[-1], rtol=1e-6, atol=1e-8
+    )
 
 
 @pytest.mark.usefixtures("undamped")
 def test_least_squares_of_a_convolution_predicts_channels_at_each_pixel() -> None:
-    net = linear_net(nn.Conv2d(2, 6, 3), nn.Tanh(), nn.Conv2d(6, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4))  # type: ignore[arg-type]
+    net = linear_net(
+        nn.Conv2d(2, 6, 3), nn.Tanh(), nn.Conv2d(6, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
+    )  # type: ignore[arg-type]
     inputs = torch.randn(60, 2, 7, 7, dtype=torch.float64)
     plan = fp.Plan.removing(fp.discover(net, inputs[:1]), {"0": (0, 5)})
     repaired = fp.repair(fp.cut(net, plan), net, plan, matching(net, inputs), loss=squared)
     hidden = net[1](net[0](inputs)).detach().movedim(1, -1).reshape(-1, 6).numpy()
     weight = net[2].weight.detach().numpy()
-    solution = np.linalg.lstsq(np.column_stack([hidden[:, 1:5], np.ones(len(hidden))]), hidden[:, [0, 5]], rcond=None)[0]  # [5, 2]
+    solution = np.linalg.lstsq(
+        np.column_stack([hidden[:, 1:5], np.ones(len(hidden))]), hidden[:, [0, 5]], rcond=None
+    )[0]  # [5, 2]
     expected = weight[:, 1:5] + np.einsum("orhw,kr->okhw", weight[:, [0, 5]], solution[:-1])
     np.testing.assert_allclose(repaired[2].weight.detach().numpy(), expected, rtol=1e-6, atol=1e-8)
-    shift = np.einsum("orhw,r->o", weight[:, [0, 5]], solution[-1])  # into the running mean, for want of a bias
+    shift = np.einsum(
+        "orhw,r->o", weight[:, [0, 5]], solution[-1]
+    )  # into the running mean, for want of a bias
     np.testing.assert_allclose(repaired[3].running_mean.numpy(), -shift, rtol=1e-6, atol=1e-8)
 
 
@@ -224,7 +255,14 @@ def test_no_method_makes_any_net_worse_and_sequential_makes_it_better(name: str)
     plan = fp.Plan.removing(spaces, some_units(spaces, 0.34, seed=0))
     small, data = fp.cut(model, plan), matching(model, inputs)
     plain = float(squared(small(inputs), model(inputs)).detach())
-    errors = {method: float(squared(fp.repair(small, model, plan, data, method=method, loss=squared)(inputs), model(inputs)).detach()) for method in METHODS}
+    errors = {
+        method: float(
+            squared(
+                fp.repair(small, model, plan, data, method=method, loss=squared)(inputs), model(inputs)
+            ).detach()
+        )
+        for method in METHODS
+    }
     assert all(error <= plain * (1 + 1e-9) for error in errors.values())
     assert errors["sequential"] < 0.6 * plain
 
@@ -249,7 +287,10 @@ def test_one_sample_leaves_nothing_to_prove_a_fit_with() -> None:
     repaired = fp.repair(small, net, plan, [(torch.ones(1, 3).double(), torch.tensor([0]))], notes=notes)
     assert [note.outcome for note in notes] == ["kept"]
     assert repaired is not small
-    assert all(torch.equal(a, b) for a, b in zip(small.state_dict().values(), repaired.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(small.state_dict().values(), repaired.state_dict().values(), strict=True)
+    )
 
 
 def test_a_repair_that_raises_the_loss_is_not_used() -> None:
@@ -280,17 +321,28 @@ def test_everything_given_is_left_as_it_was(method: str) -> None:
         assert all(torch.equal(state[name], tensor) for name, tensor in module.state_dict().items())
     assert all(module.training for module in model.modules())
     assert [m.training for m in small.modules()] == [m.training for m in repaired.modules()]
-    assert [tuple(t.shape) for t in repaired.state_dict().values()] == [tuple(t.shape) for t in small.state_dict().values()]
+    assert [tuple(t.shape) for t in repaired.state_dict().values()] == [
+        tuple(t.shape) for t in small.state_dict().values()
+    ]
     assert not {id(p) for p in small.parameters()} & {id(p) for p in repaired.parameters()}
 
 
 def test_batchnorm_gives_the_statistics_of_the_whole_data() -> None:
-    net = nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Conv2d(6, 4, 3), nn.BatchNorm2d(4, momentum=0.3)).double().eval()
+    net = (
+        nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Conv2d(6, 4, 3), nn.BatchNorm2d(4, momentum=0.3))
+        .double()
+        .eval()
+    )
     inputs = torch.randn(50, 3, 8, 8, dtype=torch.float64)
     plan = fp.Plan.removing(fp.discover(net, inputs[:1]), {"0": (0, 1)})
     small = fp.cut(net, plan)
     repaired = fp.repair(
-        small, net, plan, [(b, b) for b in inputs.split(20)], method="batchnorm", loss=lambda output, _: output.mean(dim=(0, 2, 3)).square().mean()
+        small,
+        net,
+        plan,
+        [(b, b) for b in inputs.split(20)],
+        method="batchnorm",
+        loss=lambda output, _: output.mean(dim=(0, 2, 3)).square().mean(),
     )
     read = small[2](small[1](small[0](inputs)))  # the last batch is smaller, and weighs less
     torch.testing.assert_close(repaired[3].running_mean, read.mean((0, 2, 3)))
@@ -306,15 +358,32 @@ def test_methods_in_a_row_each_start_from_the_last() -> None:
     plan = fp.Plan.removing(spaces, some_units(spaces, 0.34, seed=0))
     small, data = fp.cut(model, plan), matching(model, inputs)
     both = fp.repair(small, model, plan, data, method=["mean", "sequential"], loss=squared)
-    last = fp.repair(fp.repair(small, model, plan, data, method="mean", loss=squared), model, plan, data, method="sequential", loss=squared)
-    assert all(torch.equal(a, b) for a, b in zip(both.state_dict().values(), last.state_dict().values(), strict=True))
+    last = fp.repair(
+        fp.repair(small, model, plan, data, method="mean", loss=squared),
+        model,
+        plan,
+        data,
+        method="sequential",
+        loss=squared,
+    )
+    assert all(
+        torch.equal(a, b) for a, b in zip(both.state_dict().values(), last.state_dict().values(), strict=True)
+    )
 
 
 def test_notes_tell_what_was_repaired_and_what_was_not() -> None:
     model, inputs, spaces = built("shared", 48)
     plan = fp.Plan.removing(spaces, {"stem": (0, 3)})
     notes: list[Note] = []
-    fp.repair(fp.cut(model, plan), model, plan, matching(model, inputs), method="sequential", loss=squared, notes=notes)
+    fp.repair(
+        fp.cut(model, plan),
+        model,
+        plan,
+        matching(model, inputs),
+        method="sequential",
+        loss=squared,
+        notes=notes,
+    )
     told = {note.subject: note for note in notes}
     assert told["body.weight"].outcome == "skipped"
     assert "called 3 times" in told["body.weight"].reason
@@ -327,7 +396,9 @@ def test_mean_says_so_where_nothing_takes_an_offset() -> None:
     model, inputs, spaces = built("functional", 48)
     plan = fp.Plan.removing(spaces, {"second": (0, 3)})
     notes: list[Note] = []
-    fp.repair(fp.cut(model, plan), model, plan, matching(model, inputs), method="mean", loss=squared, notes=notes)
+    fp.repair(
+        fp.cut(model, plan), model, plan, matching(model, inputs), method="mean", loss=squared, notes=notes
+    )
     assert [(n.subject, n.outcome) for n in notes] == [("head", "kept")]
     assert "bias" in notes[0].reason
 
@@ -365,9 +436,14 @@ def test_a_weight_that_does_more_than_multiply_is_left_alone() -> None:
     model, tokens = Tied().double().eval(), torch.randint(20, (64, 5))
     plan = fp.Plan.removing(fp.discover(model, tokens[:2], kinds=["hidden"]), {"up": (0, 1, 2, 3, 4)})
     small, notes = fp.cut(model, plan), list[Note]()
-    repaired = fp.repair(small, model, plan, matching(model, tokens), method="sequential", loss=squared, notes=notes)
+    repaired = fp.repair(
+        small, model, plan, matching(model, tokens), method="sequential", loss=squared, notes=notes
+    )
     assert torch.equal(repaired.get_parameter("embedding.weight"), model.embedding.weight)
-    assert {note.subject: note.outcome for note in notes} == {"down.weight": "repaired", "embedding.weight": "skipped"}
+    assert {note.subject: note.outcome for note in notes} == {
+        "down.weight": "repaired",
+        "embedding.weight": "skipped",
+    }
     with torch.no_grad():
         assert squared(repaired(tokens), model(tokens)) < 0.5 * squared(small(tokens), model(tokens))
 

@@ -1,4 +1,6 @@
-"""Blocks that lost experts are refitted to what they gave before: by hand, in every family, and never for the worse."""
+"""Blocks that lost experts are refitted to what they gave before: by hand, in every family, and never for
+the worse.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def with_targets(model: nn.Module, data: Data) -> Data:
 def inputs_of(model: nn.Module, path: str, data: Data) -> Tensor:
     """What a module is called with, [tokens, H]."""
     seen: list[Tensor] = []
-    hook = model.get_submodule(path).register_forward_pre_hook(lambda _, args: seen.append(args[0].flatten(0, -2)))
+    hook = model.get_submodule(path).register_forward_pre_hook(
+        lambda _, args: seen.append(args[0].flatten(0, -2))
+    )
     outputs(model, data)
     hook.remove()
     return torch.cat(seen)
@@ -59,7 +63,9 @@ def undamped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(regression, "DAMPINGS", (1e-13,))
 
 
-# Six kept experts with 20 features each, and a shared one with 28: most features at once -> what is fitted together.
+# Six kept experts with 20 features each, and a shared one with 28: most features at once -> what is
+# fitted
+# together.
 PARTS = {
     8192: [range(148)],
     50: [range(40), range(40, 80), range(80, 120), range(120, 148)],
@@ -75,7 +81,9 @@ def test_the_first_block_against_numpy(most: int, monkeypatch: pytest.MonkeyPatc
     plan = half_gone(model)
     small, name = fp.cut(model, plan), expert_blocks(model)[0].name
     notes: list[Note] = []
-    repaired = fp.repair(small, model, plan, with_targets(model, data), method="experts", loss=squared, notes=notes)
+    repaired = fp.repair(
+        small, model, plan, with_targets(model, data), method="experts", loss=squared, notes=notes
+    )
     assert [note.outcome for note in notes] == ["repaired", "repaired"]
 
     block: nn.Module = small.get_submodule(name)
@@ -90,7 +98,9 @@ def test_the_first_block_against_numpy(most: int, monkeypatch: pytest.MonkeyPatc
                 gate, up = (routed.gate_up_proj[number] @ x[token]).chunk(2)
                 row[number * 20 : (number + 1) * 20] = weight * F.silu(gate) * up
             rows.append(row)
-        beside = torch.sigmoid(block.shared_expert_gate(x)) * (F.silu(shared.gate_proj(x)) * shared.up_proj(x))
+        beside = torch.sigmoid(block.shared_expert_gate(x)) * (
+            F.silu(shared.gate_proj(x)) * shared.up_proj(x)
+        )
         features = np.column_stack([np.stack(rows), beside.numpy()])
         error = (model.get_submodule(name)(x[None]) - block(x[None]))[0].numpy()
     solution = np.zeros((148, 32))
@@ -100,7 +110,9 @@ def test_the_first_block_against_numpy(most: int, monkeypatch: pytest.MonkeyPatc
     mended: nn.Module = repaired.get_submodule(name)
     np.testing.assert_allclose(mended.experts.down_proj.detach().numpy(), expected, rtol=1e-5, atol=1e-6)
     expected = shared.down_proj.weight.detach().numpy() + solution[120:].T
-    np.testing.assert_allclose(mended.shared_expert.down_proj.weight.detach().numpy(), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        mended.shared_expert.down_proj.weight.detach().numpy(), expected, rtol=1e-5, atol=1e-6
+    )
 
 
 def test_a_block_should_give_what_brings_the_stream_back() -> None:
@@ -110,10 +122,14 @@ def test_a_block_should_give_what_brings_the_stream_back() -> None:
     with torch.no_grad():
         (arrival,) = arrivals.Arrivals(small, model, block, lambda: read_batches(data, torch.device("cpu")))
         for net in (model, small):
-            net.get_submodule("model.layers.1").register_forward_hook(lambda _, args, out: streams.append(out))
+            net.get_submodule("model.layers.1").register_forward_hook(
+                lambda _, args, out: streams.append(out)
+            )
             outputs(net, data)
         given = small.get_submodule(block.name)(*arrival.args)
-    torch.testing.assert_close(arrival.wanted - given.flatten(0, 1), (streams[0] - streams[1]).flatten(0, 1), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(
+        arrival.wanted - given.flatten(0, 1), (streams[0] - streams[1]).flatten(0, 1), rtol=1e-9, atol=1e-12
+    )
     assert (streams[0] - streams[1]).abs().max() > 0.1
 
 
@@ -124,7 +140,11 @@ def test_what_reaches_a_block_is_run_once_if_it_can_be_held(monkeypatch: pytest.
     small, seen = fp.cut(model, plan), list[int]()
     model.get_submodule(expert_blocks(model)[1].name).register_forward_pre_hook(lambda *_: seen.append(1))
     states, counts = [], []
-    for most in (arrivals.MOST_HELD, 0, 16 * LENGTH * 32 * 8 * 2):  # all, nothing, the input and the target of one batch
+    for most in (
+        arrivals.MOST_HELD,
+        0,
+        16 * LENGTH * 32 * 8 * 2,
+    ):  # all, nothing, the input and the target of one batch
         monkeypatch.setattr(arrivals, "MOST_HELD", most)
         seen.clear()
         states.append(
@@ -152,12 +172,18 @@ def test_in_every_family_the_output_comes_nearer(family: str) -> None:
     plan = half_gone(model)
     small, notes = fp.cut(model, plan), list[Note]()
     before = {name: tensor.clone() for name, tensor in small.state_dict().items()}
-    repaired = fp.repair(small, model, plan, with_targets(model, data), method="experts", loss=squared, notes=notes)
+    repaired = fp.repair(
+        small, model, plan, with_targets(model, data), method="experts", loss=squared, notes=notes
+    )
     assert all(torch.equal(tensor, small.state_dict()[name]) for name, tensor in before.items())
     assert [note.outcome for note in notes if note.outcome != "repaired"] == [], notes
     target = outputs(model, data)
-    share = 1.0 if family == "llama4" else 0.9  # its experts are not seen, and its shared expert alone can do little
-    assert (outputs(repaired, data) - target).square().mean() < share * (outputs(small, data) - target).square().mean()
+    share = (
+        1.0 if family == "llama4" else 0.9
+    )  # its experts are not seen, and its shared expert alone can do little
+    assert (outputs(repaired, data) - target).square().mean() < share * (
+        outputs(small, data) - target
+    ).square().mean()
     fp.repair(small, model, plan, with_targets(model, data[:1]), method="merge", loss=squared, notes=notes)
     assert "skipped" not in {note.outcome for note in notes}
 
@@ -166,9 +192,26 @@ def test_padding_teaches_nothing() -> None:
     model, data = moe("qwen2_moe"), texts()
     plan = half_gone(model)
     small, widths = fp.cut(model, plan), (0, 5)
-    padded = [[{"input_ids": F.pad(b["input_ids"], (0, w)), "attention_mask": F.pad(torch.ones_like(b["input_ids"]), (0, w))} for b in data] for w in widths]
-    without, with_padding = (fp.repair(small, model, plan, with_targets(model, batches), method="experts", loss=squared).state_dict() for batches in padded)
-    assert not torch.equal(without["model.layers.0.mlp.experts.down_proj"], small.state_dict()["model.layers.0.mlp.experts.down_proj"])
+    padded = [
+        [
+            {
+                "input_ids": F.pad(b["input_ids"], (0, w)),
+                "attention_mask": F.pad(torch.ones_like(b["input_ids"]), (0, w)),
+            }
+            for b in data
+        ]
+        for w in widths
+    ]
+    without, with_padding = (
+        fp.repair(
+            small, model, plan, with_targets(model, batches), method="experts", loss=squared
+        ).state_dict()
+        for batches in padded
+    )
+    assert not torch.equal(
+        without["model.layers.0.mlp.experts.down_proj"],
+        small.state_dict()["model.layers.0.mlp.experts.down_proj"],
+    )
     for name, tensor in without.items():
         torch.testing.assert_close(with_padding[name], tensor, rtol=1e-6, atol=1e-8)
 
@@ -179,9 +222,20 @@ def test_experts_in_a_list_are_left_alone_with_a_reason() -> None:
     plan, notes = fp.Plan.removing(spaces, some_units(spaces, 0.5, seed=0)), list[Note]()
     small = fp.cut(model, plan)
     data = [(inputs, model(inputs).detach())]
-    repaired = fp.repair(small, model, plan, data, method="experts", loss=lambda output, target: (output - target).square().mean(), notes=notes)
+    repaired = fp.repair(
+        small,
+        model,
+        plan,
+        data,
+        method="experts",
+        loss=lambda output, target: (output - target).square().mean(),
+        notes=notes,
+    )
     assert {note.outcome for note in notes} == {"skipped"}
-    assert all(torch.equal(a, b) for a, b in zip(small.state_dict().values(), repaired.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(small.state_dict().values(), repaired.state_dict().values(), strict=True)
+    )
     with pytest.raises(fp.FairprunerError, match="not the cut of this plan"):
         fp.repair(model, model, plan, data, method="experts")
 
@@ -193,34 +247,61 @@ def test_a_layer_that_caches_keys_is_run_again_with_padding() -> None:
     mask[::2, -3:] = 0
     padded = [{**batch, "attention_mask": mask} for batch in data]
     notes: list[Note] = []
-    fp.repair(small, model, plan, with_targets(model, padded), method=["merge", "experts"], loss=squared, notes=notes)
+    fp.repair(
+        small,
+        model,
+        plan,
+        with_targets(model, padded),
+        method=["merge", "experts"],
+        loss=squared,
+        notes=notes,
+    )
     assert {note.outcome for note in notes} <= {"repaired", "kept"}
 
 
 def test_means_by_hand() -> None:
-    rows = torch.tensor([[200.0, 0.0], [0.0, 1.0], [9.0, 1.0], [1.0, 9.0], [0.1, 5.0]])  # 2 points as 0 does, 3 and 4 as 1
+    rows = torch.tensor(
+        [[200.0, 0.0], [0.0, 1.0], [9.0, 1.0], [1.0, 9.0], [0.1, 5.0]]
+    )  # 2 points as 0 does, 3 and 4 as 1
     near = merging.nearest(rows, torch.tensor([2, 3, 4]))
     assert near.tolist() == [0, 1, 1]
     kept, removed = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[5.0, 8.0], [6.0, 7.0], [0.0, 1.0]])
     assert merging.mean_with(kept, removed, near).tolist() == [[3.0, 5.0], [3.0, 4.0]]
-    assert merging.mean_with(kept, removed[:1], near[:1]).tolist() == [[3.0, 5.0], [3.0, 4.0]]  # who takes in no one stays
+    assert merging.mean_with(kept, removed[:1], near[:1]).tolist() == [
+        [3.0, 5.0],
+        [3.0, 4.0],
+    ]  # who takes in no one stays
 
 
 def test_merging_goes_as_far_as_it_helps() -> None:
     model, data = moe("qwen2_moe"), texts()
     plan = half_gone(model)
     small, block, notes = fp.cut(model, plan), expert_blocks(model)[0], list[Note]()
-    repaired = fp.repair(small, model, plan, with_targets(model, data), method="merge", loss=squared, notes=notes)
+    repaired = fp.repair(
+        small, model, plan, with_targets(model, data), method="merge", loss=squared, notes=notes
+    )
     removed = list(plan.removed[block.name])
     kept = [unit for unit in range(block.size) if unit not in removed]
     x, theirs = inputs_of(model, block.name, data), model.get_submodule(block.name)
     angles = F.cosine_similarity(theirs.gate.weight[removed][:, None], theirs.gate.weight[kept][None], dim=2)
-    groups = [[unit, *(gone for gone, place in zip(removed, angles.argmax(1).tolist(), strict=True) if place == number)] for number, unit in enumerate(kept)]
+    groups = [
+        [
+            unit,
+            *(
+                gone
+                for gone, place in zip(removed, angles.argmax(1).tolist(), strict=True)
+                if place == number
+            ),
+        ]
+        for number, unit in enumerate(kept)
+    ]
     trial, errors, weights = fp.cut(model, plan).get_submodule(block.name), {}, {}
     with torch.no_grad():
         for share in merging.SHARES:
             for name, stack in theirs.experts.named_parameters():
-                mixed = torch.stack([(1 - share) * stack[group[0]] + share * stack[group].mean(0) for group in groups])
+                mixed = torch.stack(
+                    [(1 - share) * stack[group[0]] + share * stack[group].mean(0) for group in groups]
+                )
                 trial.experts.get_parameter(name).copy_(mixed)
                 weights[share, name] = mixed
             errors[share] = float((trial(x[None]) - theirs(x[None])).square().sum())
@@ -241,9 +322,14 @@ def test_merging_with_an_equal_changes_nothing() -> None:
             tensor[4] = tensor[7]
     plan, notes = fp.Plan.removing(spaces, {block.name: (4,)}), list[Note]()
     small = fp.cut(model, plan)
-    repaired = fp.repair(small, model, plan, with_targets(model, data), method="merge", loss=squared, notes=notes)
+    repaired = fp.repair(
+        small, model, plan, with_targets(model, data), method="merge", loss=squared, notes=notes
+    )
     assert [(note.subject, note.outcome) for note in notes] == [(block.name, "kept")]
-    assert all(torch.equal(a, b) for a, b in zip(small.state_dict().values(), repaired.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(small.state_dict().values(), repaired.state_dict().values(), strict=True)
+    )
 
 
 def test_listed_experts_are_merged_too_even_where_the_block_is_the_model() -> None:
@@ -270,13 +356,24 @@ class InPlace(PlainMoENet):
 
 
 def test_sums_in_place_are_seen_before_they_happen() -> None:
-    inputs, states = torch.randn(24, 15, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), []
+    inputs, states = (
+        torch.randn(24, 15, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)),
+        [],
+    )
     for kind in (PlainMoENet, InPlace):
         torch.manual_seed(0)
         model = kind().double().eval()
         spaces = fp.discover(model, inputs[:1], kinds=["expert"])
         plan, notes = fp.Plan.removing(spaces, some_units(spaces, 0.5, seed=0)), list[Note]()
-        repaired = fp.repair(fp.cut(model, plan), model, plan, [(inputs, model(inputs).detach())], method="merge", loss=F.mse_loss, notes=notes)
+        repaired = fp.repair(
+            fp.cut(model, plan),
+            model,
+            plan,
+            [(inputs, model(inputs).detach())],
+            method="merge",
+            loss=F.mse_loss,
+            notes=notes,
+        )
         assert {note.outcome for note in notes} == {"repaired"}
         states.append(repaired.state_dict())
     for name, tensor in states[0].items():
@@ -288,7 +385,15 @@ def test_merging_then_refitting_is_better_than_either() -> None:
     plan = half_gone(model)
     small, target = fp.cut(model, plan), outputs(model, data)
     methods: list[list[str]] = [["merge"], ["experts"], ["merge", "experts"]]
-    errors = [(outputs(fp.repair(small, model, plan, with_targets(model, data), method=m, loss=squared), data) - target).square().mean() for m in methods]
+    errors = [
+        (
+            outputs(fp.repair(small, model, plan, with_targets(model, data), method=m, loss=squared), data)
+            - target
+        )
+        .square()
+        .mean()
+        for m in methods
+    ]
     assert errors[2] < min(errors[:2])
 
 
@@ -300,6 +405,14 @@ def test_what_cannot_be_merged_says_so() -> None:
     both = fp.Plan.removing(spaces, {block.name: (0, 1), inside: tuple(range(4))})
     neither = fp.Plan.removing(spaces, {})
     for plan, reason in ((both, "lost more than their number"), (neither, "removes no routed expert")):
-        fp.repair(fp.cut(model, plan), model, plan, with_targets(model, data), method="merge", loss=squared, notes=notes)
+        fp.repair(
+            fp.cut(model, plan),
+            model,
+            plan,
+            with_targets(model, data),
+            method="merge",
+            loss=squared,
+            notes=notes,
+        )
         assert notes[-1].outcome == "skipped"
         assert reason in notes[-1].reason

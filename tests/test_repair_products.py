@@ -1,4 +1,6 @@
-"""Every kind of product is rows of features times a matrix, and least squares on sums is least squares on rows."""
+"""Every kind of product is rows of features times a matrix, and least squares on sums is least squares on
+rows.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,13 @@ class Seen(Walk):
 class Holder(nn.Module):
     """A weight, a bias and any function of an input and both."""
 
-    def __init__(self, shape: tuple[int, ...], outputs: int, function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+    def __init__(
+        self, shape: tuple[int, ...], outputs: int, function: Callable[[Tensor, Tensor, Tensor], Tensor]
+    ) -> None:
         super().__init__()
-        self.weight, self.bias = (nn.Parameter(torch.randn(s, dtype=torch.float64)) for s in (shape, (outputs,)))
+        self.weight, self.bias = (
+            nn.Parameter(torch.randn(s, dtype=torch.float64)) for s in (shape, (outputs,))
+        )
         self.function = function
 
     def forward(self, x: Tensor) -> Tensor:
@@ -54,7 +60,11 @@ def check(holder: Holder, inputs: Tensor, bias: bool = True) -> None:
     assert (product.bias is holder.bias) == bias
 
 
-CONVOLUTIONS = {1: (F.conv1d, F.conv_transpose1d), 2: (F.conv2d, F.conv_transpose2d), 3: (F.conv3d, F.conv_transpose3d)}
+CONVOLUTIONS = {
+    1: (F.conv1d, F.conv_transpose1d),
+    2: (F.conv2d, F.conv_transpose2d),
+    3: (F.conv3d, F.conv_transpose3d),
+}
 
 
 @settings(max_examples=60)
@@ -69,7 +79,11 @@ CONVOLUTIONS = {1: (F.conv1d, F.conv_transpose1d), 2: (F.conv2d, F.conv_transpos
 def test_convolutions(dims: int, kernel: int, stride: int, padding: Any, dilation: int, groups: int) -> None:
     stride, kernel = (1, 2 * (kernel // 2) + 1) if padding == "same" else (stride, kernel)
     function = CONVOLUTIONS[dims][0]
-    holder = Holder((2 * groups, 3, *[kernel] * dims), 2 * groups, lambda x, w, b: function(x, w, b, stride, padding, dilation, groups))
+    holder = Holder(
+        (2 * groups, 3, *[kernel] * dims),
+        2 * groups,
+        lambda x, w, b: function(x, w, b, stride, padding, dilation, groups),
+    )
     check(holder, torch.randn(2, 3 * groups, *[6] * dims, dtype=torch.float64))
 
 
@@ -83,9 +97,15 @@ def test_convolutions(dims: int, kernel: int, stride: int, padding: Any, dilatio
     groups=st.integers(1, 3),
     extra=st.booleans(),
 )
-def test_transposed_convolutions(dims: int, kernel: int, stride: int, padding: int, dilation: int, groups: int, extra: bool) -> None:
+def test_transposed_convolutions(
+    dims: int, kernel: int, stride: int, padding: int, dilation: int, groups: int, extra: bool
+) -> None:
     function, more = CONVOLUTIONS[dims][1], int(extra and max(stride, dilation) > 1)
-    holder = Holder((3 * groups, 2, *[kernel] * dims), 2 * groups, lambda x, w, b: function(x, w, b, stride, padding, more, groups, dilation))
+    holder = Holder(
+        (3 * groups, 2, *[kernel] * dims),
+        2 * groups,
+        lambda x, w, b: function(x, w, b, stride, padding, more, groups, dilation),
+    )
     check(holder, torch.randn(2, 3 * groups, *[5] * dims, dtype=torch.float64))
 
 
@@ -100,17 +120,29 @@ def test_transposed_convolutions(dims: int, kernel: int, stride: int, padding: i
         ((4, 3), lambda x, w, b: torch.addmm(b, x.flatten(0, -2), w), True),
     ],
 )
-def test_matrix_products(shape: tuple[int, int], function: Callable[[Tensor, Tensor, Tensor], Tensor], bias: bool) -> None:
+def test_matrix_products(
+    shape: tuple[int, int], function: Callable[[Tensor, Tensor, Tensor], Tensor], bias: bool
+) -> None:
     outputs = next(size for size in (3, shape[0]) if size in shape)
     for inputs in ((5, 4), (2, 5, 4)):
         check(Holder(shape, outputs, function), torch.randn(*inputs, dtype=torch.float64), bias)
 
 
-@given(rows=st.integers(8, 40), features=st.integers(1, 4), targets=st.integers(1, 3), with_offset=st.booleans(), seed=st.integers(0, 10**6))
-def test_a_fit_from_sums_is_the_fit_of_the_rows(rows: int, features: int, targets: int, with_offset: bool, seed: int) -> None:
+@given(
+    rows=st.integers(8, 40),
+    features=st.integers(1, 4),
+    targets=st.integers(1, 3),
+    with_offset=st.booleans(),
+    seed=st.integers(0, 10**6),
+)
+def test_a_fit_from_sums_is_the_fit_of_the_rows(
+    rows: int, features: int, targets: int, with_offset: bool, seed: int
+) -> None:
     rng = np.random.default_rng(seed)
     x, y = rng.normal(size=(rows, features)) + 2, rng.normal(size=(rows, targets))
-    sums = Sums.of(torch.from_numpy(x[None, :5]), torch.from_numpy(y[None, :5])) + Sums.of(torch.from_numpy(x[None, 5:]), torch.from_numpy(y[None, 5:]))
+    sums = Sums.of(torch.from_numpy(x[None, :5]), torch.from_numpy(y[None, :5])) + Sums.of(
+        torch.from_numpy(x[None, 5:]), torch.from_numpy(y[None, 5:])
+    )
     fit = sums.fit(1e-13, with_offset)
     assert fit is not None
     design = np.column_stack([x, np.ones(rows)]) if with_offset else x
@@ -118,8 +150,13 @@ def test_a_fit_from_sums_is_the_fit_of_the_rows(rows: int, features: int, target
     np.testing.assert_allclose(fit.slope[0].numpy(), solution[:features], rtol=1e-5, atol=1e-6)
     residual = y - x @ fit.slope[0].numpy() - fit.offset[0].numpy()
     assert sums.error(fit) == pytest.approx(np.square(residual).sum(), rel=1e-6, abs=1e-9)
-    other = Fit(torch.from_numpy(rng.normal(size=(1, features, targets))), torch.from_numpy(rng.normal(size=(1, targets))))
-    assert sums.error(other) == pytest.approx(np.square(y - x @ other.slope[0].numpy() - other.offset[0].numpy()).sum())
+    other = Fit(
+        torch.from_numpy(rng.normal(size=(1, features, targets))),
+        torch.from_numpy(rng.normal(size=(1, targets))),
+    )
+    assert sums.error(other) == pytest.approx(
+        np.square(y - x @ other.slope[0].numpy() - other.offset[0].numpy()).sum()
+    )
 
 
 def halves(x: Tensor, y: Tensor) -> tuple[Sums, Sums]:
@@ -139,7 +176,9 @@ def test_a_true_line_is_found_without_damping() -> None:
     slope = torch.randn(6, 2, dtype=torch.float64)
     choice = choose(halves(x, x @ slope + 3), with_offset=True)
     assert choice.fit is not None
-    torch.testing.assert_close(x @ choice.fit.slope[0] + choice.fit.offset[0], x @ slope + 3, rtol=0, atol=1e-8)
+    torch.testing.assert_close(
+        x @ choice.fit.slope[0] + choice.fit.offset[0], x @ slope + 3, rtol=0, atol=1e-8
+    )
 
 
 def test_a_mean_is_used_only_if_it_holds_for_the_other_half() -> None:
@@ -147,7 +186,8 @@ def test_a_mean_is_used_only_if_it_holds_for_the_other_half() -> None:
     good = choose_mean(halves(x, torch.full((40, 1), 3.0, dtype=torch.float64)), with_offset=True)
     assert good.fit is not None
     assert float(good.fit.offset) == pytest.approx(3)
-    opposed = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(20)[:, None]  # one half +1, the other -1
+    # one half +1, the other -1
+    opposed = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(20)[:, None]
     assert choose_mean(halves(x, opposed), with_offset=True).fit is None
 
 
@@ -156,7 +196,10 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.one, self.two, self.three = nn.Conv2d(3, 4, 1), *(nn.Conv2d(4, 4, 3, padding=1, bias=False) for _ in range(3))
+        self.stem, self.one, self.two, self.three = (
+            nn.Conv2d(3, 4, 1),
+            *(nn.Conv2d(4, 4, 3, padding=1, bias=False) for _ in range(3)),
+        )
         self.norm, self.shared, self.head = nn.BatchNorm2d(4), nn.BatchNorm2d(4), nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,4 +1,6 @@
-"""The report value, its table and its JSON, the page as a file, and the static figures; the page at work is in test_report_browser.py."""
+"""The report value, its table and its JSON, the page as a file, and the static figures; the page at work
+is in test_report_browser.py.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,14 @@ from fairpruner.core.spaces import CostModel, Factor, Spaces, Term, UnitSpace
 from fairpruner.reporting import Report, report
 from fairpruner.reporting.facts import costs_by_space
 from fairpruner.reporting.page import payload, render
-from fairpruner.reporting.plots import draw, plot_ablation, plot_profile, plot_scores, plot_tolerance, save_figure
+from fairpruner.reporting.plots import (
+    draw,
+    plot_ablation,
+    plot_profile,
+    plot_scores,
+    plot_tolerance,
+    save_figure,
+)
 
 needs_matplotlib = pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is not installed")
 ASSETS = Path(fp.__file__).parent / "reporting" / "assets"
@@ -37,7 +46,9 @@ def printed(value: Report, width: int = 160) -> str:
 
 
 def test_costs_are_shared_out_as_computed_by_hand() -> None:
-    spaces = hand_spaces([4, 6])  # matrices 3×4, 4×6 and 6×10, applied once, twice and three times; half of each goes to each side
+    spaces = hand_spaces(
+        [4, 6]
+    )  # matrices 3×4, 4×6 and 6×10, applied once, twice and three times; half of each goes to each side
     np.testing.assert_allclose(costs_by_space(spaces, spaces.costs.params, {}), [6 + 12, 12 + 30, 6 + 30])
     np.testing.assert_allclose(costs_by_space(spaces, spaces.costs.flops, {}), [6 + 24, 24 + 90, 6 + 90])
     kept = costs_by_space(spaces, spaces.costs.params, {"s0": (1, 2), "s1": (0,)})  # 3×2, 2×5 and 5×10
@@ -46,7 +57,8 @@ def test_costs_are_shared_out_as_computed_by_hand() -> None:
 
 def test_a_concatenated_axis_goes_to_its_spaces_by_what_they_keep() -> None:
     items = (UnitSpace("a", "channel", 2, ()), UnitSpace("b", "channel", 3, ()))
-    axis = Factor(7, {"a": np.array([1, 1]), "b": np.array([1, 1, 1])})  # two more indices belong to neither
+    # two more indices belong to neither
+    axis = Factor(7, {"a": np.array([1, 1]), "b": np.array([1, 1, 1])})
     spaces = Spaces(items, {}, CostModel((axis,), (Term(10, (0,)), Term(5, ())), ()), fingerprint="")
     np.testing.assert_allclose(costs_by_space(spaces, spaces.costs.params, {"b": (0, 2)}), [20, 10, 20 + 5])
 
@@ -63,13 +75,17 @@ def test_columns_add_up_to_the_totals(sizes: list[int], seed: int, alpha: float)
         assert after == pytest.approx(value.after[metric], rel=1e-12)
 
 
-@pytest.mark.parametrize("name", ["conv_flatten", "grouped", "unet", "split_concat", "shuffle", "resnet8_a", "densenet40"])
+@pytest.mark.parametrize(
+    "name", ["conv_flatten", "grouped", "unet", "split_concat", "shuffle", "resnet8_a", "densenet40"]
+)
 def test_columns_add_up_for_every_topology(name: str) -> None:
     build, shape = SMALL[name]
     spaces = fp.discover(build().eval(), torch.rand(shape))
     value = Report(name, fp.Plan.removing(spaces, {space.name: range(space.size // 2) for space in spaces}))
     for metric in ("params", "flops"):
-        assert sum(getattr(row, metric)[1] for row in value.spaces) == pytest.approx(value.after[metric], rel=1e-12)
+        assert sum(getattr(row, metric)[1] for row in value.spaces) == pytest.approx(
+            value.after[metric], rel=1e-12
+        )
 
 
 def test_scores_alone_begin_at_a_tenth() -> None:
@@ -111,10 +127,26 @@ def test_json_is_plain_and_complete() -> None:
 
 
 def test_the_table_says_it_all() -> None:
-    spaces = Spaces((UnitSpace("conv", "channel", 4, ()),), {"head": "reaches the model's output"}, CostModel((), (Term(1234, ()),), ()), fingerprint="")
-    value = Report("net", fp.Plan.removing(spaces, {"conv": (2,)}), measured={"cut": {"accuracy": 0.91, "latency_ms": 3.25}, "original": {"accuracy": 0.93}})
+    spaces = Spaces(
+        (UnitSpace("conv", "channel", 4, ()),),
+        {"head": "reaches the model's output"},
+        CostModel((), (Term(1234, ()),), ()),
+        fingerprint="",
+    )
+    value = Report(
+        "net",
+        fp.Plan.removing(spaces, {"conv": (2,)}),
+        measured={"cut": {"accuracy": 0.91, "latency_ms": 3.25}, "original": {"accuracy": 0.93}},
+    )
     text = printed(value)
-    for part in ("net: given keeps 75.0% of units", "1,234 → 1,234", "Left out head: reaches the model's output", "latency_ms", "3.25", "–"):
+    for part in (
+        "net: given keeps 75.0% of units",
+        "1,234 → 1,234",
+        "Left out head: reaches the model's output",
+        "latency_ms",
+        "3.25",
+        "–",
+    ):
         assert part in text, part
     rows = [line.split() for line in text.splitlines()]
     assert ["conv", "channel", "4", "3", "0", "→", "0", "0", "→", "0"] in rows
@@ -128,14 +160,24 @@ def test_the_table_says_it_all() -> None:
 def test_a_predicted_latency_appears_where_a_plan_has_one() -> None:
     spaces = hand_spaces([4])
     plain = fp.Plan.removing(spaces, {"s0": (0,)})
-    plan = fp.Plan(spaces, plain.removed, None, "given", False, {**plain.predicted, "latency_ms": 3}, {**plain.original, "latency_ms": 4})
+    plan = fp.Plan(
+        spaces,
+        plain.removed,
+        None,
+        "given",
+        False,
+        {**plain.predicted, "latency_ms": 3},
+        {**plain.original, "latency_ms": 4},
+    )
     rows = [line.split() for line in printed(Report("net", plan)).splitlines()]
     assert ["latency_ms", "4", "3", "75.0%"] in rows
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), "fast", None, True])
 def test_measured_must_be_finite_numbers(value: object) -> None:
-    with pytest.raises(fp.FairprunerError, match=r"Measured 'accuracy' of 'cut' is .*, expected a finite number"):
+    with pytest.raises(
+        fp.FairprunerError, match=r"Measured 'accuracy' of 'cut' is .*, expected a finite number"
+    ):
         report(random_scores([4], seed=0), measured={"cut": {"accuracy": value}})  # type: ignore[dict-item]
 
 
@@ -176,8 +218,13 @@ def test_the_page_holds_exact_rankings() -> None:
     scores = hand_scores([removal], [protection])
     content = payload(report(scores))
     packed = content["scored"][0]
-    assert np.frombuffer(base64.b64decode(packed["order"]), "<i4").tolist() == np.argsort(removal, kind="stable").tolist()
-    assert [0, *np.cumsum([int(step) for step in packed["steps"]])] == fp.conflict_curve(removal, protection).overlaps.tolist()
+    assert (
+        np.frombuffer(base64.b64decode(packed["order"]), "<i4").tolist()
+        == np.argsort(removal, kind="stable").tolist()
+    )
+    assert [0, *np.cumsum([int(step) for step in packed["steps"]])] == fp.conflict_curve(
+        removal, protection
+    ).overlaps.tolist()
     assert packed["same"] is None
     assert content["given"] is None
     assert content["file"] == {"format": "fairpruner plan", "version": 1}
@@ -197,7 +244,10 @@ def contrast(first: str, second: str) -> float:
 
 def test_colours_can_be_read_in_both_themes() -> None:
     style = (ASSETS / "style.css").read_text(encoding="utf-8")
-    blocks = [dict(re.findall(r"--([\w-]+): (#\w{6});", block)) for block in re.findall(r":root[^{]*\{([^}]*--page[^}]*)\}", style)]
+    blocks = [
+        dict(re.findall(r"--([\w-]+): (#\w{6});", block))
+        for block in re.findall(r":root[^{]*\{([^}]*--page[^}]*)\}", style)
+    ]
     assert len(blocks) == 2  # light and dark
     for theme in blocks:
         for ground in ("page", "card"):
@@ -221,7 +271,9 @@ def test_figures_show_the_numbers(tmp_path: Path) -> None:
 
     plan = fp.allocate(scores, alpha=0.3)
     profile = plot_profile(plan).axes[0]
-    assert [bar.get_height() for bar in profile.patches[:3]] == [(space.size - plan.depths[space.name]) / space.size for space in scores.spaces]
+    assert [bar.get_height() for bar in profile.patches[:3]] == [
+        (space.size - plan.depths[space.name]) / space.size for space in scores.spaces
+    ]
     assert profile.lines[0].get_ydata()[0] == plan.share("units")
 
     for line, metric in zip(plot_tolerance(scores).axes[0].lines, METRICS, strict=True):

@@ -1,4 +1,6 @@
-"""The report's page in a real browser: it answers as Python does, saves plans that cut, and reads well everywhere."""
+"""The report's page in a real browser: it answers as Python does, saves plans that cut, and reads well
+everywhere.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,12 @@ ARGUMENTS = [
     )
 ]
 LAPTOP = {"viewport": {"width": 1280, "height": 800}}
-PHONE = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True, "device_scale_factor": 2}
+PHONE = {
+    "viewport": {"width": 390, "height": 844},
+    "is_mobile": True,
+    "has_touch": True,
+    "device_scale_factor": 2,
+}
 Open = Callable[..., Any]
 
 
@@ -57,7 +64,9 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def open_page(browser: Any, tmp_path: Path) -> Iterator[Open]:
-    """Write a report, open it, and hold the page to saying nothing on its console and asking nothing of the network."""
+    """Write a report, open it, and hold the page to saying nothing on its console and asking nothing of
+    the network.
+    """
     contexts, noise, asked = [], [], []
     number = itertools.count()
 
@@ -95,13 +104,19 @@ def choose(page: Any, mode: str, amount: float) -> None:
 def shown(page: Any) -> tuple[dict[str, int], dict[str, int], float]:
     """Kept of each metric, units kept of each space, and the tolerance, as the page says."""
     kept = {metric: int(page.locator(f"#kept-{metric}").get_attribute("data-value")) for metric in METRICS}
-    rows = page.eval_on_selector_all("#table tbody tr", "rows => rows.map((row) => [row.dataset.space, Number(row.dataset.kept)])")
+    rows = page.eval_on_selector_all(
+        "#table tbody tr", "rows => rows.map((row) => [row.dataset.space, Number(row.dataset.kept)])"
+    )
     return kept, dict(rows), float(page.locator("#kept-alpha").get_attribute("data-value"))
 
 
 def expected(plan: fp.Plan) -> tuple[dict[str, int], dict[str, int], float]:
     assert plan.alpha is not None
-    return {metric: int(plan.predicted[metric]) for metric in METRICS}, {space.name: space.size - plan.depths[space.name] for space in plan.spaces}, plan.alpha
+    return (
+        {metric: int(plan.predicted[metric]) for metric in METRICS},
+        {space.name: space.size - plan.depths[space.name] for space in plan.spaces},
+        plan.alpha,
+    )
 
 
 def download(page: Any, path: Path) -> Path:
@@ -116,11 +131,17 @@ def download(page: Any, path: Path) -> Path:
 def digits() -> tuple[torch.nn.Module, Scores]:
     torch.manual_seed(0)
     model = build().eval()
-    return model, fp.score(model, [(torch.rand(32, 1, 8, 8), torch.arange(32) % 10) for _ in range(2)], removal=["wasserstein", "l1"])
+    return model, fp.score(
+        model,
+        [(torch.rand(32, 1, 8, 8), torch.arange(32) % 10) for _ in range(2)],
+        removal=["wasserstein", "l1"],
+    )
 
 
 @pytest.mark.parametrize(("kind", "settings"), [("digits", 50), ("ragged", 20), ("ties", 20)])
-def test_random_settings_answer_as_python_does(open_page: Open, digits: tuple[torch.nn.Module, Scores], kind: str, settings: int) -> None:
+def test_random_settings_answer_as_python_does(
+    open_page: Open, digits: tuple[torch.nn.Module, Scores], kind: str, settings: int
+) -> None:
     rng = np.random.default_rng(7)
     ragged = {"s0": rng.integers(1, 5, 17).tolist(), "s2": rng.integers(1, 4, 40).tolist()}
     scores = {
@@ -145,12 +166,23 @@ def test_random_settings_answer_as_python_does(open_page: Open, digits: tuple[to
 
 
 @pytest.mark.parametrize("uneven", [0.0, 2.0])
-def test_predicted_latency_follows_the_slider_as_in_python(open_page: Open, tmp_path: Path, uneven: float) -> None:
+def test_predicted_latency_follows_the_slider_as_in_python(
+    open_page: Open, tmp_path: Path, uneven: float
+) -> None:
     rng = np.random.default_rng(11)
     scores = random_scores([17, 64, 40, 3], seed=1, noise=2.0, owned={"s0": rng.integers(1, 5, 17).tolist()})
     costs = scores.spaces.costs
-    ops = tuple(TimedOp(term.factors, *rng.random(2).tolist(), uneven * rng.random(), tuple(rng.random(2).tolist())) for term in costs.flops)
-    table = LatencyTable(costs.factors, ops, 1.1 * sum(op.fixed + op.work + sum(op.widths) for op in ops), 8, scores.spaces.fingerprint)
+    ops = tuple(
+        TimedOp(term.factors, *rng.random(2).tolist(), uneven * rng.random(), tuple(rng.random(2).tolist()))
+        for term in costs.flops
+    )
+    table = LatencyTable(
+        costs.factors,
+        ops,
+        1.1 * sum(op.fixed + op.work + sum(op.widths) for op in ops),
+        8,
+        scores.spaces.fingerprint,
+    )
     page = open_page(report(scores, latency=table))
 
     def latency() -> float:
@@ -159,13 +191,18 @@ def test_predicted_latency_follows_the_slider_as_in_python(open_page: Open, tmp_
     for setting in range(24):
         multiple_of = [1, 1, 4, 8][rng.integers(4)]
         page.select_option("#multiple", str(multiple_of))
-        plans = [fp.allocate(scores, alpha=a, multiple_of=multiple_of, latency=table) for a in np.linspace(0, 0.999, 40)]
+        plans = [
+            fp.allocate(scores, alpha=a, multiple_of=multiple_of, latency=table)
+            for a in np.linspace(0, 0.999, 40)
+        ]
         if setting % 3 == 0:
             mode, amount = "alpha", float(rng.integers(1000)) / 1000
             plan = fp.allocate(scores, alpha=amount, multiple_of=multiple_of, latency=table)
         else:
             mode, amount = "latency_ms", float(rng.uniform(min(p.share("latency_ms") for p in plans), 1))
-            plan = fp.allocate(scores, keep=fp.Budget("latency", amount), multiple_of=multiple_of, latency=table)
+            plan = fp.allocate(
+                scores, keep=fp.Budget("latency", amount), multiple_of=multiple_of, latency=table
+            )
         choose(page, mode, amount)
         assert shown(page)[1:] == expected(plan)[1:], (mode, amount, multiple_of)
         assert latency() == plan.predicted["latency_ms"]
@@ -184,40 +221,51 @@ def test_without_a_table_there_is_no_latency_to_choose(open_page: Open) -> None:
 
 def test_budgets_halfway_between_plans_and_plans_of_equal_cost(open_page: Open) -> None:
     scores = random_scores([6, 9, 5], seed=4)
-    free = replace(scores.spaces.costs, flops=(Term(7, (1,)),))  # only the first space has FLOPs, so many plans cost the same
+    free = replace(
+        scores.spaces.costs, flops=(Term(7, (1,)),)
+    )  # only the first space has FLOPs, so many plans cost the same
     scores = replace(scores, spaces=replace(scores.spaces, costs=free))
     page = open_page(report(scores))
     for metric in ("units", "flops"):
-        plans = fp.sweep(scores, metric, range(fp.allocate(scores, alpha=1 - 1e-16).predicted[metric], scores_total(scores, metric) + 1))
+        plans = fp.sweep(
+            scores,
+            metric,
+            range(fp.allocate(scores, alpha=1 - 1e-16).predicted[metric], scores_total(scores, metric) + 1),
+        )
         reached = sorted({plan.predicted[metric] for plan in plans})
         for amount in {*reached, *((low + high) / 2 for low, high in itertools.pairwise(reached))}:
             share = amount / scores_total(scores, metric)
             choose(page, metric, share)
-            assert shown(page) == expected(fp.allocate(scores, keep=fp.Budget(metric, share))), (metric, amount)
+            assert shown(page) == expected(fp.allocate(scores, keep=fp.Budget(metric, share))), (
+                metric,
+                amount,
+            )
 
 
 def scores_total(scores: Scores, metric: str) -> int:
     return fp.Plan.removing(scores.spaces, {}).original[metric]
 
 
-def test_numbers_of_the_charts_are_those_of_the_diagnosis(open_page: Open, digits: tuple[torch.nn.Module, Scores]) -> None:
+def test_numbers_of_the_charts_are_those_of_the_diagnosis(
+    open_page: Open, digits: tuple[torch.nn.Module, Scores]
+) -> None:
     scores = digits[1]
     value = report(scores, fp.allocate(scores, alpha=0.2))
     assert value.diagnosis is not None
     page = open_page(value)
-    of_page = page.evaluate(
-        """() => page.plan.depths.map((m, s) => {
+    of_page = page.evaluate("""() => page.plan.depths.map((m, s) => {
             const r = page.plan.rankings[s];
             return [r.tod[m], r.mass[m], massBound(r, m, Math.max(page.plan.alpha, r.tod[m])), m && r.same[m] / m];
-        })"""
-    )
+        })""")
     of_python = [[row.tod, row.mass, row.bound, row.removed_overlap or 0] for row in value.diagnosis.spaces]
     np.testing.assert_allclose(of_page, of_python, rtol=1e-5, atol=1e-9)
     shares = page.evaluate("() => rowsOf(page.plan).map((row) => row.slice(2))")
     np.testing.assert_allclose(shares, [[*row.params, *row.flops] for row in value.spaces[:-1]], rtol=1e-12)
 
 
-def test_dragging_the_slider_saves_a_plan_that_cuts_a_real_model(open_page: Open, digits: tuple[torch.nn.Module, Scores], tmp_path: Path) -> None:
+def test_dragging_the_slider_saves_a_plan_that_cuts_a_real_model(
+    open_page: Open, digits: tuple[torch.nn.Module, Scores], tmp_path: Path
+) -> None:
     model, scores = digits
     page = open_page(report(scores))
     page.check("input[name=mode][value=flops]", force=True)
@@ -244,7 +292,9 @@ def test_dragging_the_slider_saves_a_plan_that_cuts_a_real_model(open_page: Open
     assert fp.count_flops(small, torch.rand(1, 1, 8, 8)) == plan.predicted["flops"]
 
 
-def test_a_plan_that_is_no_prefix_is_shown_and_saved_as_given(open_page: Open, digits: tuple[torch.nn.Module, Scores], tmp_path: Path) -> None:
+def test_a_plan_that_is_no_prefix_is_shown_and_saved_as_given(
+    open_page: Open, digits: tuple[torch.nn.Module, Scores], tmp_path: Path
+) -> None:
     scores = digits[1]
     plan = fp.shuffled(fp.allocate(scores, alpha=0.3), seed=3)
     page = open_page(report(scores, plan))
@@ -279,7 +329,12 @@ def test_all_of_it_works_from_the_keyboard(open_page: Open) -> None:
     names: list[str] = []
     while names.count("skip") < 2:  # once round
         page.keyboard.press("Tab")
-        names.append(page.evaluate("() => document.activeElement.id || document.activeElement.name || document.activeElement.className"))
+        names.append(
+            page.evaluate(
+                "() => document.activeElement.id || document.activeElement.name ||"
+                " document.activeElement.className"
+            )
+        )
         if names[-1] == "slider":
             page.keyboard.press("ArrowRight")
             settle(page)
@@ -289,7 +344,19 @@ def test_all_of_it_works_from_the_keyboard(open_page: Open) -> None:
             page.keyboard.press("ArrowRight")
             settle(page)
             assert "s2 keeps" in page.get_attribute("#profile", "aria-label")
-    assert {"skip", "theme", "mode", "slider", "amount", "multiple", "save", "reset", "profile", "space", "scroll"} <= set(names)
+    assert {
+        "skip",
+        "theme",
+        "mode",
+        "slider",
+        "amount",
+        "multiple",
+        "save",
+        "reset",
+        "profile",
+        "space",
+        "scroll",
+    } <= set(names)
     page.focus("input[name=mode][value=alpha]")
     page.keyboard.press("ArrowRight")
     assert page.inner_text("#slider-label") == "Units kept"
@@ -299,9 +366,16 @@ def test_all_of_it_works_from_the_keyboard(open_page: Open) -> None:
     assert page.input_value("#space") == "1"
 
 
-@pytest.mark.parametrize("context", [LAPTOP, {**LAPTOP, "color_scheme": "dark"}, PHONE], ids=["light", "dark", "phone"])
-def test_nothing_overflows_and_every_chart_is_drawn(open_page: Open, digits: tuple[torch.nn.Module, Scores], context: dict[str, Any]) -> None:
-    measured = {"original": {"accuracy": 0.97, "flops": 3e6, "latency_ms": 4.0}, "cut": {"accuracy": 0.95, "flops": 1.5e6, "latency_ms": 2.5}}
+@pytest.mark.parametrize(
+    "context", [LAPTOP, {**LAPTOP, "color_scheme": "dark"}, PHONE], ids=["light", "dark", "phone"]
+)
+def test_nothing_overflows_and_every_chart_is_drawn(
+    open_page: Open, digits: tuple[torch.nn.Module, Scores], context: dict[str, Any]
+) -> None:
+    measured = {
+        "original": {"accuracy": 0.97, "flops": 3e6, "latency_ms": 4.0},
+        "cut": {"accuracy": 0.95, "flops": 1.5e6, "latency_ms": 2.5},
+    }
     page = open_page(report(digits[1], measured=measured), **context)
     assert page.evaluate("() => document.scrollingElement.scrollWidth") <= context["viewport"]["width"]
     colours = page.evaluate(
@@ -312,7 +386,17 @@ def test_nothing_overflows_and_every_chart_is_drawn(open_page: Open, digits: tup
             return [plot.id, inked.size];
         }))"""
     )
-    assert set(colours) == {"profile", "conflict", "tolerance", "removal", "protection", "stability", "mass", "by-flops", "by-latency"}
+    assert set(colours) == {
+        "profile",
+        "conflict",
+        "tolerance",
+        "removal",
+        "protection",
+        "stability",
+        "mass",
+        "by-flops",
+        "by-latency",
+    }
     assert min(colours.values()) > 3
     page_colour = page.evaluate("() => getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, page_colour[4:-1].split(","))) < 200) == (context.get("color_scheme") == "dark")
@@ -323,14 +407,23 @@ def test_nothing_overflows_and_every_chart_is_drawn(open_page: Open, digits: tup
         assert len(page.pdf()) > 20_000
 
 
-def test_a_folder_shows_its_plan_and_offers_no_choice(open_page: Open, digits: tuple[torch.nn.Module, Scores], tmp_path: Path) -> None:
+def test_a_folder_shows_its_plan_and_offers_no_choice(
+    open_page: Open, digits: tuple[torch.nn.Module, Scores], tmp_path: Path
+) -> None:
     model, scores = digits
     plan = fp.allocate(scores, alpha=0.2)
     fp.save(fp.cut(model, plan), plan, tmp_path / "pruned")
     page = open_page(report(tmp_path / "pruned"))
     assert page.locator("#slider").count() == 0
     assert page.locator("#conflict").count() == 0
-    assert dict(page.eval_on_selector_all("#table tbody tr", "rows => rows.map((row) => [row.dataset.space, Number(row.dataset.kept)])")) == expected(plan)[1]
+    assert (
+        dict(
+            page.eval_on_selector_all(
+                "#table tbody tr", "rows => rows.map((row) => [row.dataset.space, Number(row.dataset.kept)])"
+            )
+        )
+        == expected(plan)[1]
+    )
     assert fp.Plan.load(download(page, tmp_path / "again.json")).removed == plan.removed
     page.click("#table tbody tr:nth-child(3) button")
     settle(page)
@@ -349,7 +442,9 @@ def test_names_cannot_break_out_of_the_page(open_page: Open) -> None:
 @pytest.mark.parametrize("kind", ["resnet50", "experts"])
 def test_opens_in_two_seconds_and_is_small(browser: Any, tmp_path: Path, kind: str) -> None:
     path = tmp_path / "report.html"
-    report(resnet50_scores() if kind == "resnet50" else random_scores([60] * 24, seed=0, min_keep=4)).save_html(path)
+    report(
+        resnet50_scores() if kind == "resnet50" else random_scores([60] * 24, seed=0, min_keep=4)
+    ).save_html(path)
     assert path.stat().st_size < 8_000_000
     page = browser.new_page()
     seconds = []
@@ -370,7 +465,12 @@ def resnet50_scores() -> Scores:
     rng = np.random.default_rng(0)
     removal = {space.name: rng.random(space.size) for space in spaces}
     protection = {name: values + rng.random(values.size) for name, values in removal.items()}
-    halves = {signal: {name: np.stack([values, values + rng.random(values.size)]) for name, values in removal.items()} for signal in ("u", "r")}
+    halves = {
+        signal: {
+            name: np.stack([values, values + rng.random(values.size)]) for name, values in removal.items()
+        }
+        for signal in ("u", "r")
+    }
     return Scores(spaces, {"u": removal}, {"r": protection}, samples=1000, halves=halves)
 
 

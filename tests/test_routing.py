@@ -1,4 +1,6 @@
-"""Signals for routed experts: against autograd, hand-computed numbers, and themselves on the same tokens in other batches."""
+"""Signals for routed experts: against autograd, hand-computed numbers, and themselves on the same tokens
+in other batches.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,30 @@ from fairpruner.models.routing import Call, gates_of, probabilities, slopes_of, 
 from fairpruner.scoring.signals import Step, Task
 from fairpruner.scoring.signals.routing import SOFT_ACTIVATION
 
-FAMILIES = ("qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss", "phimoe", "granitemoe", "glm4_moe", "ernie4_5_moe")
-MORE = ("jamba", "hunyuan_v1_moe", "dots1", "llama4", "minimax_m2", "aria_text", "gemma4", "afmoe", "mistral4")
+FAMILIES = (
+    "qwen2_moe",
+    "qwen3_moe",
+    "mixtral",
+    "olmoe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "gpt_oss",
+    "phimoe",
+    "granitemoe",
+    "glm4_moe",
+    "ernie4_5_moe",
+)
+MORE = (
+    "jamba",
+    "hunyuan_v1_moe",
+    "dots1",
+    "llama4",
+    "minimax_m2",
+    "aria_text",
+    "gemma4",
+    "afmoe",
+    "mistral4",
+)
 REMOVAL = ("soft_activation", "soft_activation_all", "frequency", "reap")
 
 
@@ -50,7 +74,9 @@ def texts(*lengths: int, seed: int = 5) -> list[Tensor]:
 
 def padded(rows: list[Tensor], side: str) -> dict[str, Tensor]:
     ids = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side=side)
-    mask = nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side=side)
+    mask = nn.utils.rnn.pad_sequence(
+        [torch.ones_like(row) for row in rows], batch_first=True, padding_side=side
+    )
     return {"input_ids": ids, "attention_mask": mask}
 
 
@@ -64,7 +90,13 @@ def assert_same(one: fp.Scores, other: fp.Scores, tolerance: float = 1e-6) -> No
     for ours, theirs in ((one.removals, other.removals), (one.protections, other.protections)):
         for signal, by_space in ours.items():
             for name, values in by_space.items():
-                np.testing.assert_allclose(theirs[signal][name], values, rtol=tolerance, atol=tolerance * np.abs(values).max(), err_msg=f"{signal} of {name}")
+                np.testing.assert_allclose(
+                    theirs[signal][name],
+                    values,
+                    rtol=tolerance,
+                    atol=tolerance * np.abs(values).max(),
+                    err_msg=f"{signal} of {name}",
+                )
 
 
 # --- The one-backward identity ---
@@ -82,7 +114,10 @@ def products(model: nn.Module, path: str, loss: Tensor) -> Tensor:
     """<gradient, weights> of each expert by autograd, [E]."""
     module = model.get_submodule(path)
     found = torch.autograd.grad(loss, list(module.parameters()), retain_graph=True, allow_unused=True)
-    grads = {id(p): torch.zeros_like(p) if g is None else g for p, g in zip(module.parameters(), found, strict=True)}
+    grads = {
+        id(p): torch.zeros_like(p) if g is None else g
+        for p, g in zip(module.parameters(), found, strict=True)
+    }
     if isinstance(module, nn.ModuleList):
         return torch.stack([sum((grads[id(p)] * p).sum() for p in expert.parameters()) for expert in module])
     return sum((grads[id(p)] * p).flatten(1).sum(1) for p in module.parameters())
@@ -116,7 +151,9 @@ def test_terms_of_listed_experts(inplace: bool) -> None:
     if inplace:  # activations that overwrite what the hooks have seen
         for block in model.blocks:
             for position in range(len(block.experts)):
-                block.experts[position] = nn.Sequential(nn.Linear(16, 8), nn.ReLU(inplace=True), nn.LayerNorm(8), nn.Linear(8, 16)).double()
+                block.experts[position] = nn.Sequential(
+                    nn.Linear(16, 8), nn.ReLU(inplace=True), nn.LayerNorm(8), nn.Linear(8, 16)
+                ).double()
     calls, watched = calls_of(model, lambda: model(x).square().mean())
     slopes = slopes_of(calls, torch.autograd.grad(watched, gates_of(calls)))
     for call, terms in zip(calls, slopes, strict=True):
@@ -125,19 +162,34 @@ def test_terms_of_listed_experts(inplace: bool) -> None:
 
 
 def test_use_position_weighting_against_a_copy_of_the_expert_for_every_pair() -> None:
-    """Each pair of a token and an expert gets weights of its own, so that autograd tells their parts apart."""
+    """Each pair of a token and an expert gets weights of its own, so that autograd tells their parts
+    apart.
+    """
     model = moe_zoo.PlainMoE(width=4, hidden=5, experts=4, top_k=2).double()
     x, target = (torch.randn(1, 6, 4, generator=torch.Generator().manual_seed(s)).double() for s in (1, 2))
     weights, chosen = model.router(x[0]).topk(2, dim=-1)
     weights = weights.softmax(-1)
     copies = {
-        (t, k): {n: p.detach().clone().requires_grad_() for n, p in model.experts[int(chosen[t, k])].named_parameters()} for t in range(6) for k in range(2)
+        (t, k): {
+            n: p.detach().clone().requires_grad_()
+            for n, p in model.experts[int(chosen[t, k])].named_parameters()
+        }
+        for t in range(6)
+        for k in range(2)
     }
-    rows = [sum(weights[t, k] * torch.func.functional_call(model.experts[0], copies[t, k], (x[0, t],)) for k in range(2)) for t in range(6)]
+    rows = [
+        sum(
+            weights[t, k] * torch.func.functional_call(model.experts[0], copies[t, k], (x[0, t],))
+            for k in range(2)
+        )
+        for t in range(6)
+    ]
     F.mse_loss(torch.stack(rows), target[0]).backward()
     expected = np.zeros(4)
     for (t, k), own in copies.items():
-        expected[int(chosen[t, k])] += float(weights[t, k].detach()) * float(sum((p.grad * p.detach()).sum() for p in own.values()))
+        expected[int(chosen[t, k])] += float(weights[t, k].detach()) * float(
+            sum((p.grad * p.detach()).sum() for p in own.values())
+        )
     net = nn.Sequential(model)
     found = fp.discover(net, x, kinds=["expert"])
     scores = fp.score(net, [(x, target)], spaces=found, loss=F.mse_loss, protection="routed_taylor")
@@ -151,10 +203,16 @@ def test_exact_version_weights_by_the_token_of_the_loss(family: str) -> None:
     expected = {}
     for call in calls:
         used = call.by_group(call.weight, call.token, call.tokens).view(*ids.shape, -1)  # [N, T, E]
-        terms = [used[n, t] * products(model, call.block.experts, next_token_loss(model, ids[n : n + 1])[0, t]) for n in range(2) for t in range(6)]
+        terms = [
+            used[n, t] * products(model, call.block.experts, next_token_loss(model, ids[n : n + 1])[0, t])
+            for n in range(2)
+            for t in range(6)
+        ]
         expected[call.block.name] = torch.stack(terms).mean(0).abs().detach().numpy()
     found = fp.discover(model, {"input_ids": ids}, kinds=["expert"])
-    scores = fp.score(model, [{"input_ids": ids}] * 2, spaces=found, protection=["routed_taylor_exact", "routed_taylor"])
+    scores = fp.score(
+        model, [{"input_ids": ids}] * 2, spaces=found, protection=["routed_taylor_exact", "routed_taylor"]
+    )
     for name, values in expected.items():
         np.testing.assert_allclose(scores.protection[name], values, rtol=1e-8, atol=1e-12)
 
@@ -178,7 +236,10 @@ def test_hand_computed_routing() -> None:
     net, x = hand_made(), torch.tensor([[[2.0, 1.0, 0.0, -1.0], [0.0, 3.0, 1.0, -1.0]]])
     found = fp.discover(net, torch.randn(1, 5, 4), kinds=["expert"])
     scores = fp.score(net, [(x, torch.zeros(1, 2, 4))], spaces=found, loss=F.mse_loss, removal=REMOVAL)
-    first, second = 1 / (1 + math.exp(-1)), 1 / (1 + math.exp(-2))  # of the better of the two experts, for each token
+    first, second = (
+        1 / (1 + math.exp(-1)),
+        1 / (1 + math.exp(-2)),
+    )  # of the better of the two experts, for each token
     expected = {
         "frequency": [0.5, 1.0, 0.5, 0.0],
         "soft_activation": [first / 2, (1 - first + second) / 2, (1 - second) / 2, 0.0],
@@ -192,7 +253,9 @@ def test_hand_computed_routing() -> None:
 def test_reap_of_fused_experts(qwen: nn.Module, experts: Spaces) -> None:
     calls, _ = calls_of(qwen, lambda: qwen(**moe_zoo.tokens()))
     seen: list[Tensor] = []
-    hook = qwen.model.layers[0].mlp.experts.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
+    hook = qwen.model.layers[0].mlp.experts.register_forward_pre_hook(
+        lambda module, args: seen.append(args[0].detach())
+    )
     qwen(**moe_zoo.tokens())
     hook.remove()
     module, (hidden,), call = qwen.model.layers[0].mlp.experts, seen, calls[0]
@@ -232,7 +295,9 @@ def test_probabilities_are_not_normalised_twice() -> None:
 def test_padding_changes_nothing(qwen: nn.Module, experts: Spaces, side: str) -> None:
     rows = texts(9, 6, 4, 8)
     alone = fp.score(qwen, [{"input_ids": row[None]} for row in rows], spaces=experts, removal=REMOVAL)
-    together = fp.score(qwen, [padded(rows[:2], side), padded(rows[2:], side)], spaces=experts, removal=REMOVAL)
+    together = fp.score(
+        qwen, [padded(rows[:2], side), padded(rows[2:], side)], spaces=experts, removal=REMOVAL
+    )
     assert_same(alone, together)
 
 
@@ -249,14 +314,27 @@ def test_packed_texts_are_scored_like_single_ones(qwen: nn.Module, experts: Spac
     labels = [torch.cat([torch.tensor([-100]), row[1:]]) for row in rows]
     alone = [{"input_ids": row[None], "labels": own[None]} for row, own in zip(rows, labels, strict=True)]
     positions = torch.cat([torch.arange(len(row)) for row in rows])[None]
-    packed = [{"input_ids": torch.cat(rows)[None], "position_ids": positions, "use_cache": False, "labels": torch.cat(labels)[None]}]
-    assert_same(fp.score(qwen, alone, spaces=experts, removal=REMOVAL), fp.score(qwen, packed, spaces=experts, removal=REMOVAL))
+    packed = [
+        {
+            "input_ids": torch.cat(rows)[None],
+            "position_ids": positions,
+            "use_cache": False,
+            "labels": torch.cat(labels)[None],
+        }
+    ]
+    assert_same(
+        fp.score(qwen, alone, spaces=experts, removal=REMOVAL),
+        fp.score(qwen, packed, spaces=experts, removal=REMOVAL),
+    )
 
 
 def test_batch_size_does_not_matter(qwen: nn.Module, experts: Spaces) -> None:
     ids = torch.stack(texts(*[6] * 8))
     whole, parts = ([{"input_ids": part} for part in ids.split(size)] for size in (8, 2))
-    assert_same(fp.score(qwen, whole, spaces=experts, removal=REMOVAL), fp.score(qwen, parts, spaces=experts, removal=REMOVAL))
+    assert_same(
+        fp.score(qwen, whole, spaces=experts, removal=REMOVAL),
+        fp.score(qwen, parts, spaces=experts, removal=REMOVAL),
+    )
 
 
 def test_halves_are_the_scores_of_the_halves(qwen: nn.Module, experts: Spaces) -> None:
@@ -264,7 +342,10 @@ def test_halves_are_the_scores_of_the_halves(qwen: nn.Module, experts: Spaces) -
     data = [{"input_ids": part} for part in ids.split(2)]
     both = fp.score(qwen, data, spaces=experts)
     single = [fp.score(qwen, [batch], spaces=experts) for batch in data]
-    for signal, own in ((both.active[0], [s.removal for s in single]), (both.active[1], [s.protection for s in single])):
+    for signal, own in (
+        (both.active[0], [s.removal for s in single]),
+        (both.active[1], [s.protection for s in single]),
+    ):
         for name, halves in both.halves[signal].items():
             np.testing.assert_allclose(halves, [values[name] for values in own], rtol=1e-9)
 
@@ -310,14 +391,18 @@ def test_the_model_is_left_as_it_was(qwen: nn.Module, experts: Spaces) -> None:
         assert torch.equal(torch.random.get_rng_state(), random)
         assert not any(module._forward_hooks or module._forward_pre_hooks for module in qwen.modules())
         assert all(p.grad is None for p in qwen.parameters())
-        assert [name for name, p in qwen.named_parameters() if not p.requires_grad] == ["model.layers.0.mlp.gate.weight"]
+        assert [name for name, p in qwen.named_parameters() if not p.requires_grad] == [
+            "model.layers.0.mlp.gate.weight"
+        ]
         assert all(torch.equal(tensor, state[name]) for name, tensor in qwen.state_dict().items())
     qwen.model.layers[0].mlp.gate.weight.requires_grad_(True)
 
 
 def test_no_weight_of_an_expert_gets_a_gradient(qwen: nn.Module, spaces: Spaces) -> None:
     made: list[str] = []
-    hooks = [p.register_hook(lambda gradient, name=name: made.append(name)) for name, p in qwen.named_parameters()]
+    hooks = [
+        p.register_hook(lambda gradient, name=name: made.append(name)) for name, p in qwen.named_parameters()
+    ]
     fp.score(qwen, [moe_zoo.tokens()], spaces=spaces.only(["expert"]))
     assert made == []
     fp.score(qwen, [moe_zoo.tokens()], spaces=spaces.only(["expert", "head"]))
@@ -335,19 +420,29 @@ def test_each_kind_has_its_own_default(qwen: nn.Module, spaces: Spaces, experts:
     assert fp.score(qwen, data, spaces=experts).active == ("soft_activation", "routed_taylor")
     assert fp.score(qwen, data, spaces=spaces.only(["head"])).active == ("activation", "taylor")
     mixed = fp.score(qwen, data, spaces=spaces)
-    assert mixed.active == ("hidden=activation+head=activation+expert=soft_activation", "hidden=taylor+head=taylor+expert=routed_taylor")
-    for kind, removal, protection in (("head", "activation", "taylor"), ("expert", "soft_activation", "routed_taylor")):
+    assert mixed.active == (
+        "hidden=activation+head=activation+expert=soft_activation",
+        "hidden=taylor+head=taylor+expert=routed_taylor",
+    )
+    for kind, removal, protection in (
+        ("head", "activation", "taylor"),
+        ("expert", "soft_activation", "routed_taylor"),
+    ):
         single = fp.score(qwen, data, spaces=spaces.only([kind]), removal=removal, protection=protection)
         for name in single.spaces.names:
             np.testing.assert_allclose(mixed.removal[name], single.removal[name], rtol=1e-9)
             np.testing.assert_allclose(mixed.protection[name], single.protection[name], rtol=1e-9)
     labelled = [(moe_zoo.tokens(), torch.tensor([0, 1]))]
-    assert fp.score(qwen, labelled, spaces=spaces.only(["head", "expert"])).active[0] == "head=wasserstein+expert=soft_activation"
+    assert (
+        fp.score(qwen, labelled, spaces=spaces.only(["head", "expert"])).active[0]
+        == "head=wasserstein+expert=soft_activation"
+    )
 
 
 def test_a_mapping_and_its_name_ask_for_the_same(qwen: nn.Module, spaces: Spaces) -> None:
     some = spaces.only(["head", "expert"])
-    asked = {"expert": "reap", "head": "l2", "channel": "l1"}  # a kind that the model has not does no harm
+    # a kind that the model has not does no harm
+    asked = {"expert": "reap", "head": "l2", "channel": "l1"}
     scores = fp.score(qwen, [moe_zoo.tokens()], spaces=some, removal=[asked, "random"])
     assert tuple(scores.removals) == ("head=l2+expert=reap", "random")
     again = fp.score(qwen, [moe_zoo.tokens()], spaces=some, removal="head=l2+expert=reap")
@@ -358,7 +453,13 @@ def test_a_mapping_and_its_name_ask_for_the_same(qwen: nn.Module, spaces: Spaces
 @pytest.mark.parametrize(
     ("removal", "message"),
     [
-        ("activation", r"'activation' cannot score spaces of kind expert, only channel, hidden, head: write removal=\{.*'expert': 'soft_activation'\}"),
+        (
+            "activation",
+            (
+                r"'activation' cannot score spaces of kind expert, only channel, hidden, head: write"
+                r" removal=\{.*'expert': 'soft_activation'\}"
+            ),
+        ),
         ({"expert": "reap"}, r"'reap' cannot score spaces of kind head.*'head': 'wasserstein'"),
         ({"expert": "activation"}, "'activation' cannot score spaces of kind expert"),
         ({"expert": "reap", "channel": "l2"}, r"name none for spaces of kind head: write removal=\{.*'head'"),
@@ -367,7 +468,9 @@ def test_a_mapping_and_its_name_ask_for_the_same(qwen: nn.Module, spaces: Spaces
         ([], "expected at least one"),
     ],
 )
-def test_what_cannot_be_scored_says_what_to_write(qwen: nn.Module, spaces: Spaces, removal: Any, message: str) -> None:
+def test_what_cannot_be_scored_says_what_to_write(
+    qwen: nn.Module, spaces: Spaces, removal: Any, message: str
+) -> None:
     with pytest.raises(fp.FairprunerError, match=message):
         fp.score(qwen, [moe_zoo.tokens()], spaces=spaces.only(["head", "expert"]), removal=removal)
 
@@ -419,7 +522,9 @@ def test_experts_with_hidden_parameters_are_refused_for_taylor_only() -> None:
     net = nn.Sequential(block)
     found = fp.discover(net, torch.randn(1, 5, 4), kinds=["expert"])
     data = [(torch.randn(2, 5, 4), torch.zeros(2, 5, 4))]
-    assert fp.score(net, data, spaces=found, loss=F.mse_loss, protection="random").active[0] == "soft_activation"
+    assert (
+        fp.score(net, data, spaces=found, loss=F.mse_loss, protection="random").active[0] == "soft_activation"
+    )
     with pytest.raises(fp.FairprunerError, match="parameters outside of linear and norm modules"):
         fp.score(net, data, spaces=found, loss=F.mse_loss)
 
@@ -457,7 +562,10 @@ class Named(moe_zoo.PlainMoE):
         weights, chosen = self.router(x).topk(self.top_k, dim=-1)
         weights = weights.softmax(-1)
         rows = [
-            [sum(w * self.experts[e](x=t) for e, w in zip(c, ws, strict=True)) for t, c, ws in zip(*text, strict=True)]
+            [
+                sum(w * self.experts[e](x=t) for e, w in zip(c, ws, strict=True))
+                for t, c, ws in zip(*text, strict=True)
+            ]
             for text in zip(x, chosen, weights, strict=True)
         ]
         return torch.stack([torch.stack(row) for row in rows])
@@ -478,7 +586,10 @@ class Squared(moe_zoo.PlainMoE):
     """Not what the experts give is added up, but its squares."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return sum(expert(x).square() * share[..., None] for expert, share in zip(self.experts, self.router(x).softmax(-1).unbind(-1), strict=True))
+        return sum(
+            expert(x).square() * share[..., None]
+            for expert, share in zip(self.experts, self.router(x).softmax(-1).unbind(-1), strict=True)
+        )
 
 
 class TextMoE(nn.Module):
@@ -487,7 +598,11 @@ class TextMoE(nn.Module):
     def __init__(self, block: type[moe_zoo.PlainMoE] = moe_zoo.PlainMoE, classes: int = 0) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embed, self.moe, self.classes = nn.Embedding(90, 8), block(width=8, hidden=6, experts=5, top_k=2), classes
+        self.embed, self.moe, self.classes = (
+            nn.Embedding(90, 8),
+            block(width=8, hidden=6, experts=5, top_k=2),
+            classes,
+        )
         self.head = nn.Linear(8, classes or 90)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
@@ -519,20 +634,38 @@ def test_the_way_experts_are_called_does_not_matter(block: type[moe_zoo.PlainMoE
         net = TextMoE(kind, classes=3).double()
         spaces = fp.discover(net, data[0][0])
         removal = [{"hidden": name, "expert": "reap"} for name in ("wasserstein", "activation")]
-        scores.append(fp.score(net, data, spaces=spaces, removal=removal, protection={"hidden": "taylor2", "expert": "routed_taylor"}))
+        scores.append(
+            fp.score(
+                net,
+                data,
+                spaces=spaces,
+                removal=removal,
+                protection={"hidden": "taylor2", "expert": "routed_taylor"},
+            )
+        )
     assert_same(*scores, tolerance=1e-9)
 
 
 def test_second_order_terms_of_hidden_units_against_a_gate() -> None:
     net, ids = TextMoE(classes=3).double(), torch.stack(texts(7, 7, 7))
     labels, gate = torch.tensor([0, 1, 2]), torch.ones(6, dtype=torch.float64, requires_grad=True)
-    hooks = [expert.down.register_forward_pre_hook(lambda module, args: args[0] * gate) for expert in net.moe.experts]
-    terms = torch.stack([torch.autograd.grad(F.cross_entropy(net(row[None]), label[None]), gate)[0] for row, label in zip(ids, labels, strict=True)])  # [N, J]
+    hooks = [
+        expert.down.register_forward_pre_hook(lambda module, args: args[0] * gate)
+        for expert in net.moe.experts
+    ]
+    terms = torch.stack(
+        [
+            torch.autograd.grad(F.cross_entropy(net(row[None]), label[None]), gate)[0]
+            for row, label in zip(ids, labels, strict=True)
+        ]
+    )  # [N, J]
     for hook in hooks:
         hook.remove()
     spaces = fp.discover(net, {"input_ids": ids}, kinds=["hidden"])
     scores = fp.score(net, [({"input_ids": ids}, labels)], spaces=spaces, protection="taylor2")
-    np.testing.assert_allclose(scores.protection[HIDDEN], (-terms + terms.square() / 2).mean(0).abs(), rtol=1e-9)
+    np.testing.assert_allclose(
+        scores.protection[HIDDEN], (-terms + terms.square() / 2).mean(0).abs(), rtol=1e-9
+    )
 
 
 def test_what_comes_behind_the_sum_does_not_hide_it() -> None:
@@ -550,8 +683,17 @@ def test_what_comes_behind_the_sum_does_not_hide_it() -> None:
 @pytest.mark.parametrize("signal", ["l1", "l2", "fpgm"])
 def test_norms_of_listed_experts_are_those_of_their_matrices(signal: str) -> None:
     net = TextMoE().double()
-    rows = np.stack([np.concatenate([e.up.weight.detach().numpy().ravel(), e.down.weight.detach().numpy().ravel()]) for e in net.moe.experts])
-    by_hand = {"l1": np.abs(rows).sum(1), "l2": np.linalg.norm(rows, axis=1), "fpgm": np.linalg.norm(rows[:, None] - rows, axis=2).sum(1)}
+    rows = np.stack(
+        [
+            np.concatenate([e.up.weight.detach().numpy().ravel(), e.down.weight.detach().numpy().ravel()])
+            for e in net.moe.experts
+        ]
+    )
+    by_hand = {
+        "l1": np.abs(rows).sum(1),
+        "l2": np.linalg.norm(rows, axis=1),
+        "fpgm": np.linalg.norm(rows[:, None] - rows, axis=2).sum(1),
+    }
     spaces = fp.discover(net, padded(texts(9), "right"), kinds=["expert"])
     scores = fp.score(net, [padded(texts(9), "right")], spaces=spaces, removal=signal, protection="random")
     np.testing.assert_allclose(scores.removal["moe"], by_hand[signal], rtol=1e-9)
@@ -563,7 +705,9 @@ def test_deletion_is_the_change_of_the_loss_without_the_unit(family: str) -> Non
     net, batch = TextMoE().double() if family == "plain" else moe_zoo.moe(family), moe_zoo.tokens(5)
     spaces = fp.discover(net, batch, kinds=["expert", "hidden"])
     block = expert_blocks(net)[0]
-    inner = next(s for s in spaces if s.kind == "hidden" and s.slices[0].tensor.startswith(f"{block.experts}."))
+    inner = next(
+        s for s in spaces if s.kind == "hidden" and s.slices[0].tensor.startswith(f"{block.experts}.")
+    )
     some = spaces.without({s.name: "" for s in spaces if s not in (spaces[block.name], inner)})
     state = {name: tensor.clone() for name, tensor in net.state_dict().items()}
     scores = fp.score(net, [batch], spaces=some, removal="l2", protection="deletion")
@@ -603,7 +747,9 @@ def test_what_a_block_keeps_from_its_last_call_is_no_obstacle() -> None:
     assert not hasattr(net.moe, "logits")
     net(**batch)
     before = net.moe.loss
-    plan = fp.allocate(fp.score(net, [batch], spaces=fp.discover(net, batch)), keep=fp.Budget("experts", 3), exact=True)
+    plan = fp.allocate(
+        fp.score(net, [batch], spaces=fp.discover(net, batch)), keep=fp.Budget("experts", 3), exact=True
+    )
     assert net.moe.loss is before
     assert before.grad_fn is not None
     assert len(fp.cut(net, plan).moe.experts) == len(scores.removal["moe"]) - 2
@@ -618,24 +764,37 @@ class Tuples(moe_zoo.PlainMoE):
             expert.register_forward_hook(lambda module, args, output: (output, output.mean()))
 
     def forward(self, x: Tensor) -> Tensor:
-        return sum(expert(x)[0] * share[..., None] for expert, share in zip(self.experts, self.router(x).softmax(-1).unbind(-1), strict=True))
+        return sum(
+            expert(x)[0] * share[..., None]
+            for expert, share in zip(self.experts, self.router(x).softmax(-1).unbind(-1), strict=True)
+        )
 
 
 def test_experts_that_return_more_than_a_tensor_are_refused() -> None:
     net = TextMoE(Tuples)
-    with pytest.raises(fp.FairprunerError, match=r"Block 'moe' does not just add up.*removal='l2' and protection='deletion'"):
+    with pytest.raises(
+        fp.FairprunerError, match=r"Block 'moe' does not just add up.*removal='l2' and protection='deletion'"
+    ):
         fp.score(net, [padded(texts(9, 5), "right")])
 
 
 def test_what_cannot_be_seen_is_left_out_and_the_rest_is_scored() -> None:
-    net = nn.Sequential(moe_zoo.PlainMoE(width=4, hidden=3, experts=4, top_k=2), Squared(width=4, hidden=3, experts=4, top_k=2))
+    net = nn.Sequential(
+        moe_zoo.PlainMoE(width=4, hidden=3, experts=4, top_k=2),
+        Squared(width=4, hidden=3, experts=4, top_k=2),
+    )
     data = [(torch.randn(2, 5, 4), torch.zeros(2, 5, 4))] * 2
-    with pytest.warns(fp.FairprunerWarning, match=r"Left out of the scores: 1, 1\.experts\.0\.up\. Block '1' does not just add up"):
+    with pytest.warns(
+        fp.FairprunerWarning,
+        match=r"Left out of the scores: 1, 1\.experts\.0\.up\. Block '1' does not just add up",
+    ):
         scores = fp.score(net, data, loss=F.mse_loss, removal={"hidden": "activation", "expert": "reap"})
     assert scores.spaces.names == ("0", "0.experts.0.up")
     assert all("does not just add up" in scores.spaces.left_out[name] for name in ("1", "1.experts.0.up"))
     assert fp.allocate(scores, keep=fp.Budget("experts", 0.5)).removed.keys() == {"0", "0.experts.0.up"}
-    with pytest.raises(fp.FairprunerError, match=r"Block '1' does not just add up.*skip='1'"):  # data that can be read once
+    with pytest.raises(
+        fp.FairprunerError, match=r"Block '1' does not just add up.*skip='1'"
+    ):  # data that can be read once
         fp.score(net, iter(data), loss=F.mse_loss, removal={"hidden": "activation", "expert": "reap"})
 
 
@@ -647,11 +806,23 @@ def test_blocks_that_mix_otherwise_are_refused() -> None:
 
 def test_the_exact_version_needs_the_losses_of_tokens(qwen: nn.Module, experts: Spaces) -> None:
     with pytest.raises(fp.FairprunerError, match="needs the loss of every token"):
-        fp.score(qwen, [moe_zoo.tokens()], spaces=experts, loss=lambda output, labels: output.logits.mean(), protection="routed_taylor_exact")
+        fp.score(
+            qwen,
+            [moe_zoo.tokens()],
+            spaces=experts,
+            loss=lambda output, labels: output.logits.mean(),
+            protection="routed_taylor_exact",
+        )
 
 
 def test_too_few_tokens_are_warned_of(qwen: nn.Module, experts: Spaces) -> None:
-    with pytest.warns(fp.FairprunerWarning, match=r"The 2 samples are too few to rank experts for removal by 'soft_activation': .* expected at least 0.9"):
+    with pytest.warns(
+        fp.FairprunerWarning,
+        match=(
+            r"The 2 samples are too few to rank experts for removal by 'soft_activation': .* expected at"
+            r" least 0.9"
+        ),
+    ):
         fp.score(qwen, [moe_zoo.tokens()], spaces=experts)
 
 

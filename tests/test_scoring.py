@@ -1,4 +1,6 @@
-"""The calibration pass: the model comes back as it was, batches of every form work, and each mistake is told in one sentence."""
+"""The calibration pass: the model comes back as it was, batches of every form work, and each mistake is
+told in one sentence.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def assert_same(one: Scores, other: Scores, *, rtol: float = 0.0) -> None:
         assert list(mine) == list(theirs)
         for signal, by_space in mine.items():
             for name, values in by_space.items():
-                np.testing.assert_allclose(values, theirs[signal][name], rtol=rtol, atol=rtol * 1e-3, err_msg=f"{signal} {name}")
+                np.testing.assert_allclose(
+                    values, theirs[signal][name], rtol=rtol, atol=rtol * 1e-3, err_msg=f"{signal} {name}"
+                )
 
 
 # What holds for every net
@@ -51,7 +55,10 @@ def test_scores_do_not_depend_on_the_order_of_the_samples(net: str) -> None:
     model, spaces = build(net)
     inputs, labels = samples(net, 60)
     order = torch.randperm(60)
-    one, other = (score(model, [(inputs[o], labels[o])], spaces=spaces, **EVERY_SIGNAL) for o in (torch.arange(60), order))
+    one, other = (
+        score(model, [(inputs[o], labels[o])], spaces=spaces, **EVERY_SIGNAL)
+        for o in (torch.arange(60), order)
+    )
     assert_same(one, other, rtol=1e-6)
 
 
@@ -63,10 +70,20 @@ def test_several_signals_at_once_equal_each_alone(net: str) -> None:
     assert together.active == ("wasserstein", "taylor")
     for signal in EVERY_SIGNAL["removal"]:
         alone = score(model, data, spaces=spaces, removal=signal, protection="random")
-        assert_same(alone, Scores(spaces, {signal: together.removals[signal]}, {"random": together.protections["random"]}, 20), rtol=1e-12)
+        assert_same(
+            alone,
+            Scores(
+                spaces, {signal: together.removals[signal]}, {"random": together.protections["random"]}, 20
+            ),
+            rtol=1e-12,
+        )
     for signal in EVERY_SIGNAL["protection"]:
         alone = score(model, data, spaces=spaces, removal="l1", protection=signal)
-        assert_same(alone, Scores(spaces, {"l1": together.removals["l1"]}, {signal: together.protections[signal]}, 20), rtol=1e-12)
+        assert_same(
+            alone,
+            Scores(spaces, {"l1": together.removals["l1"]}, {signal: together.protections[signal]}, 20),
+            rtol=1e-12,
+        )
 
 
 def test_permuted_units_get_permuted_scores() -> None:
@@ -81,7 +98,9 @@ def test_permuted_units_get_permuted_scores() -> None:
     after = score(model, data, spaces=spaces, **EVERY_SIGNAL)
     for mine, theirs in ((after.removals, before.removals), (after.protections, before.protections)):
         for signal in set(mine) - {"random"}:
-            np.testing.assert_allclose(mine[signal]["0"], theirs[signal]["0"][order.numpy()], rtol=1e-9, err_msg=signal)
+            np.testing.assert_allclose(
+                mine[signal]["0"], theirs[signal]["0"][order.numpy()], rtol=1e-9, err_msg=signal
+            )
             np.testing.assert_allclose(mine[signal]["2"], theirs[signal]["2"], rtol=1e-9, err_msg=signal)
 
 
@@ -99,7 +118,9 @@ def test_a_weight_called_twice_is_observed_at_its_first_call() -> None:
     model, spaces = build("shared")
     inputs, labels = samples("shared", 8)
     scores = score(model, [(inputs, labels)], spaces=spaces, removal="activation")
-    np.testing.assert_allclose(scores.removal["inner"], model.inner(inputs).relu().mean(0).detach(), rtol=1e-9)
+    np.testing.assert_allclose(
+        scores.removal["inner"], model.inner(inputs).relu().mean(0).detach(), rtol=1e-9
+    )
 
 
 def test_a_weight_is_observed_where_it_reads_along_the_right_dim() -> None:
@@ -137,7 +158,9 @@ def test_what_is_read_counts_even_if_it_is_changed_in_place_later() -> None:
     inputs, labels = samples("mlp", 8)
     scores = score(model, [(inputs, labels)], spaces=spaces, removal="activation", protection="random")
     np.testing.assert_allclose(scores.removal["up"], model.up(inputs).abs().mean(0).detach(), rtol=1e-9)
-    with pytest.raises(FairprunerError, match=r"backward pass failed on batch 0: .*modified by an inplace operation"):
+    with pytest.raises(
+        FairprunerError, match=r"backward pass failed on batch 0: .*modified by an inplace operation"
+    ):
         score(model, [(inputs, labels)], spaces=spaces)
 
 
@@ -145,7 +168,9 @@ def test_what_is_read_counts_even_if_it_is_changed_in_place_later() -> None:
 
 
 class Fragile(nn.Module):
-    """Everything scoring could disturb: norm statistics, dropout, a frozen part, gradients, a hook, train mode."""
+    """Everything scoring could disturb: norm statistics, dropout, a frozen part, gradients, a hook, train
+    mode.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +186,17 @@ class Fragile(nn.Module):
 def fragile() -> tuple[Fragile, Spaces]:
     model = Fragile()
     carried = [(f"body.1.{name}", 0, "carry") for name in ("weight", "bias", "running_mean", "running_var")]
-    spaces = spaces_of(model, space("body.0", 6, ("body.0.weight", 0, "write"), ("body.0.bias", 0, "carry"), *carried, ("head.weight", 1, "read")))
+    spaces = spaces_of(
+        model,
+        space(
+            "body.0",
+            6,
+            ("body.0.weight", 0, "write"),
+            ("body.0.bias", 0, "carry"),
+            *carried,
+            ("head.weight", 1, "read"),
+        ),
+    )
     F.cross_entropy(model(torch.randn(8, 5)), torch.arange(8) % 3).backward()
     model.body[0].weight.requires_grad_(False)
     model.body[1].eval()
@@ -172,10 +207,16 @@ def fragile() -> tuple[Fragile, Spaces]:
 def snapshot(model: nn.Module) -> dict[str, Any]:
     return {
         "tensors": {name: value.clone() for name, value in model.state_dict().items()},
-        "gradients": {name: None if p.grad is None else (id(p.grad), p.grad.clone()) for name, p in model.named_parameters()},
+        "gradients": {
+            name: None if p.grad is None else (id(p.grad), p.grad.clone())
+            for name, p in model.named_parameters()
+        },
         "frozen": {name: p.requires_grad for name, p in model.named_parameters()},
         "modes": {name: module.training for name, module in model.named_modules()},
-        "hooks": {name: (len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks)) for name, m in model.named_modules()},
+        "hooks": {
+            name: (len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks))
+            for name, m in model.named_modules()
+        },
         "attributes": {name: sorted(vars(module)) for name, module in model.named_modules()},
         "random": torch.get_rng_state(),
     }
@@ -233,8 +274,17 @@ def test_the_model_stays_bit_identical_after_a_failure(failure: BaseException, w
 
     handle = model.body[2].register_forward_hook(lambda module, args, output: fail_at("model"))
     before = snapshot(model)
-    with pytest.raises(FairprunerError if where == "model" and isinstance(failure, Exception) else type(failure)):
-        score(model, data(), spaces=spaces, loss=loss, removal=["wasserstein", "activation"], protection=["taylor", "taylor2", "deletion"])
+    with pytest.raises(
+        FairprunerError if where == "model" and isinstance(failure, Exception) else type(failure)
+    ):
+        score(
+            model,
+            data(),
+            spaces=spaces,
+            loss=loss,
+            removal=["wasserstein", "activation"],
+            protection=["taylor", "taylor2", "deletion"],
+        )
     assert_untouched(model, before)
     handle.remove()
 
@@ -281,12 +331,18 @@ def test_shared_parameters_count_once() -> None:
             return self.up(x).tanh() @ self.down.weight
 
     model = Tied().double()
-    spaces = spaces_of(model, space("up", 4, ("up.weight", 0, "read")))  # written along dim 0 and read along it too
+    spaces = spaces_of(
+        model, space("up", 4, ("up.weight", 0, "read"))
+    )  # written along dim 0 and read along it too
     inputs, labels = torch.randn(9, 3, dtype=torch.float64), torch.arange(9) % 3
     gradient = torch.autograd.grad(F.cross_entropy(model(inputs), labels), model.up.weight)[0]
     scores = score(model, [(inputs, labels)], spaces=spaces, removal="activation")
-    np.testing.assert_allclose(scores.protection["up"], (gradient * model.up.weight).sum(1).abs().detach(), rtol=1e-9)
-    np.testing.assert_allclose(scores.removal["up"], model.up(inputs).tanh().abs().mean(0).detach(), rtol=1e-9)
+    np.testing.assert_allclose(
+        scores.protection["up"], (gradient * model.up.weight).sum(1).abs().detach(), rtol=1e-9
+    )
+    np.testing.assert_allclose(
+        scores.removal["up"], model.up(inputs).tanh().abs().mean(0).detach(), rtol=1e-9
+    )
 
 
 # Precision
@@ -328,7 +384,12 @@ class TwoInputs(nn.Module):
 
     def forward(self, left: Tensor, right: Tensor) -> Any:
         logits = self.down(self.up(left + right).relu())
-        answers = {"tensor": logits, "tuple": (logits, left), "dict": {"loss": None, "logits": logits}, "object": Answer(logits)}
+        answers = {
+            "tensor": logits,
+            "tuple": (logits, left),
+            "dict": {"loss": None, "logits": logits},
+            "object": Answer(logits),
+        }
         return answers[self.answer]
 
 
@@ -342,9 +403,14 @@ class Answer:
 def test_forms_of_batches_and_outputs(form: str, answer: str) -> None:
     torch.manual_seed(0)
     model = TwoInputs(answer)
-    spaces = spaces_of(model, space("up", 4, ("up.weight", 0, "write"), ("up.bias", 0, "carry"), ("down.weight", 1, "read")))
+    spaces = spaces_of(
+        model, space("up", 4, ("up.weight", 0, "write"), ("up.bias", 0, "carry"), ("down.weight", 1, "read"))
+    )
     left, right, labels = torch.randn(9, 5), torch.randn(9, 5), torch.arange(9) % 3
-    forms: dict[str, Any] = {"args": ((left, right), labels), "kwargs": ({"left": left, "right": right}, labels)}
+    forms: dict[str, Any] = {
+        "args": ((left, right), labels),
+        "kwargs": ({"left": left, "right": right}, labels),
+    }
     forms["dict batch"] = {"left": left, "right": right, "labels": labels}
     scores = score(model, [forms[form]], spaces=spaces)
     model.answer = "tensor"
@@ -363,9 +429,18 @@ def test_a_loss_of_the_users_own_sees_output_and_labels_as_they_are() -> None:
     model, spaces = build("mlp")
     inputs, _ = samples("mlp", 8)
     target = torch.randn(8, 3, dtype=torch.float64)
-    scores = score(model, [(inputs, target)], spaces=spaces, loss=F.mse_loss, removal=["l1", "activation"], protection=["taylor", "taylor2"])
+    scores = score(
+        model,
+        [(inputs, target)],
+        spaces=spaces,
+        loss=F.mse_loss,
+        removal=["l1", "activation"],
+        protection=["taylor", "taylor2"],
+    )
     parameters = [model[2].weight, model[2].bias, model[4].weight.T]
-    gradients = torch.autograd.grad(F.mse_loss(model(inputs), target), [model[2].weight, model[2].bias, model[4].weight])
+    gradients = torch.autograd.grad(
+        F.mse_loss(model(inputs), target), [model[2].weight, model[2].bias, model[4].weight]
+    )
     products = [p * g for p, g in zip(parameters, (*gradients[:2], gradients[2].T), strict=True)]
     expected = (products[0].sum(1) + products[1] + products[2].sum(1)).abs().detach()
     np.testing.assert_allclose(scores.protection["2"], expected, rtol=1e-9)
@@ -387,7 +462,9 @@ def test_progress_is_quiet_without_a_terminal(capsys: pytest.CaptureFixture[str]
     assert (shown.out, shown.err) == ("", "")
 
 
-def test_progress_shows_rate_and_time_left_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_shows_rate_and_time_left_on_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     model, spaces = build("mlp")
     score(model, batches("mlp", 12, 4), spaces=spaces)
@@ -447,7 +524,10 @@ def test_labels_that_are_no_class_indices(labels: Any, message: str) -> None:
     [
         (torch.zeros(8, 5), r"Batch 0 is float32\[8, 5\], expected \(input, label\) or a dict"),
         ((1, 2, 3), "expected \\(input, label\\) or a dict"),
-        ({"x": torch.zeros(8, 5), "kind": 1}, r"keys \['kind', 'x'\], expected a label under one of labels, label, y, target"),
+        (
+            {"x": torch.zeros(8, 5), "kind": 1},
+            r"keys \['kind', 'x'\], expected a label under one of labels, label, y, target",
+        ),
         ((torch.tensor(1.0), torch.tensor([1])), "expected a tensor whose dim 0 counts the samples"),
     ],
 )
@@ -460,21 +540,32 @@ def test_batches_of_no_known_form(batch: Any, message: str) -> None:
 def test_a_batch_that_does_not_fit_the_model() -> None:
     model, spaces = build("mlp")
     good = samples("mlp", 4)
-    with pytest.raises(FairprunerError, match=r"Batch 1 does not fit the model: Sequential called with float64\[4, 2, 4, 4\] raised RuntimeError"):
+    with pytest.raises(
+        FairprunerError,
+        match=(
+            r"Batch 1 does not fit the model: Sequential called with float64\[4, 2, 4, 4\] raised"
+            r" RuntimeError"
+        ),
+    ):
         score(model, [good, samples("convnet", 4)], spaces=spaces)
 
 
 def test_an_output_without_logits() -> None:
     model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 6), nn.Unflatten(1, (3, 2, 1)))
     spaces = spaces_of(model, space("0", 4, ("0.weight", 0, "write"), ("1.weight", 1, "read")))
-    with pytest.raises(FairprunerError, match=r"returned float32\[2, 3, 2, 1\], expected logits of shape \[2, classes\]"):
+    with pytest.raises(
+        FairprunerError, match=r"returned float32\[2, 3, 2, 1\], expected logits of shape \[2, classes\]"
+    ):
         score(model, [(torch.randn(4, 5), torch.arange(4) % 2)], spaces=spaces)
 
 
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (lambda output, labels: F.cross_entropy(output, labels, reduction="none"), r"loss of batch 1 is float64\[4\], expected a scalar"),
+        (
+            lambda output, labels: F.cross_entropy(output, labels, reduction="none"),
+            r"loss of batch 1 is float64\[4\], expected a scalar",
+        ),
         (lambda output, labels: 0.5, "loss of batch 0 is float, expected a scalar tensor"),
         (lambda output, labels: output.sum() * torch.inf, "loss of batch 0 is -?inf"),
         (lambda output, labels: output.sum() * torch.nan, "loss of batch 0 is nan"),
@@ -517,7 +608,9 @@ def test_spaces_of_another_model() -> None:
 def test_nothing_to_score() -> None:
     model, spaces = build("mlp")
     none = Spaces((), {"0": "skipped"}, CostModel((), (), ()), spaces.fingerprint)
-    with pytest.raises(FairprunerError, match="nothing to score in Sequential: no spaces were given, and 1 were left out"):
+    with pytest.raises(
+        FairprunerError, match="nothing to score in Sequential: no spaces were given, and 1 were left out"
+    ):
         score(model, batches("mlp", 6, 3), spaces=none)
 
 
@@ -533,7 +626,9 @@ def test_a_space_that_cannot_be_seen() -> None:
     model = Hidden()
     spaces = spaces_of(model, space("up", 4, ("up.weight", 0, "write"), ("down.weight", 1, "read")))
     data = [(torch.randn(4, 5), torch.arange(4) % 2)]
-    with pytest.raises(FairprunerError, match=r"Space 'up' cannot be observed.*down\.weight reads its 4 units.*skip='up'"):
+    with pytest.raises(
+        FairprunerError, match=r"Space 'up' cannot be observed.*down\.weight reads its 4 units.*skip='up'"
+    ):
         score(model, data, spaces=spaces)
     score(model, data, spaces=spaces, removal="l1")  # what looks at no activation needs none
 
@@ -547,5 +642,8 @@ def test_samples_that_a_model_mixes() -> None:
 
     model = nn.Sequential(Mean(), nn.Linear(5, 4), nn.Linear(4, 3))
     spaces = spaces_of(model, space("1", 4, ("1.weight", 0, "write"), ("2.weight", 1, "read")))
-    with pytest.raises(FairprunerError, match=r"Space '1': 2.weight reads \[1, 4\], whose dim 0 is no multiple of the 4 samples.*skip='1'"):
+    with pytest.raises(
+        FairprunerError,
+        match=r"Space '1': 2.weight reads \[1, 4\], whose dim 0 is no multiple of the 4 samples.*skip='1'",
+    ):
         score(model, [(torch.randn(4, 5), torch.arange(4) % 2)] * 2, spaces=spaces)

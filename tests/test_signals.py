@@ -1,4 +1,6 @@
-"""Every signal but Wasserstein: hand-computed numbers, autograd and real masking as oracles; own signals; grouping of classes."""
+"""Every signal but Wasserstein: hand-computed numbers, autograd and real masking as oracles; own signals;
+grouping of classes.
+"""
 
 from __future__ import annotations
 
@@ -39,16 +41,23 @@ def test_norms_and_distances_by_hand() -> None:
 def test_a_unit_that_owns_several_rows_is_measured_over_all_of_them() -> None:
     model, spaces = build("grouped")
     weight = model.get_parameter("0.weight").detach()  # [6, 2, 3]; unit u owns rows u and u + 3
-    scores = score(model, batches("grouped", 6, 6), spaces=spaces, removal=("l1", "fpgm"), protection="random")
+    scores = score(
+        model, batches("grouped", 6, 6), spaces=spaces, removal=("l1", "fpgm"), protection="random"
+    )
     np.testing.assert_allclose(scores.removals["l1"]["0"], (weight[:3].abs() + weight[3:].abs()).sum((1, 2)))
     rows = torch.stack([weight[:3], weight[3:]], 1).flatten(1)
-    np.testing.assert_allclose(scores.removals["fpgm"]["0"], (rows[:, None] - rows).norm(dim=2).sum(1), rtol=1e-9)
+    np.testing.assert_allclose(
+        scores.removals["fpgm"]["0"], (rows[:, None] - rows).norm(dim=2).sum(1), rtol=1e-9
+    )
 
 
 def test_random_is_fixed_by_seed_space_and_role() -> None:
     model, spaces = build("functional")  # two of its spaces have the same size
     data = batches("functional", 6, 6)
-    one, again, other = (score(model, data, spaces=spaces, removal="random", protection="random", seed=seed) for seed in (1, 1, 2))
+    one, again, other = (
+        score(model, data, spaces=spaces, removal="random", protection="random", seed=seed)
+        for seed in (1, 1, 2)
+    )
     for name in spaces.names:
         np.testing.assert_array_equal(one.removal[name], again.removal[name])
         assert not np.array_equal(one.removal[name], other.removal[name])
@@ -60,21 +69,37 @@ def test_activation_is_the_mean_absolute_value() -> None:
     model, spaces = build("convnet")
     inputs, labels = samples("convnet", 9)
     read = model[:3](inputs).detach()  # what the second convolution reads, [9, 4, 4, 4]
-    scores = score(model, [(inputs[:4], labels[:4]), (inputs[4:], labels[4:])], spaces=spaces, removal="activation")
+    scores = score(
+        model, [(inputs[:4], labels[:4]), (inputs[4:], labels[4:])], spaces=spaces, removal="activation"
+    )
     np.testing.assert_allclose(scores.removal["0"], read.abs().mean((0, 2, 3)), rtol=1e-9)
-    np.testing.assert_allclose(scores.halves["activation"]["0"], torch.stack([read[h::2].abs().mean((0, 2, 3)) for h in (0, 1)]), rtol=1e-9)
+    np.testing.assert_allclose(
+        scores.halves["activation"]["0"],
+        torch.stack([read[h::2].abs().mean((0, 2, 3)) for h in (0, 1)]),
+        rtol=1e-9,
+    )
 
 
 # Taylor
 
 
-def taylor_by_brute_force(model: nn.Module, spaces: Spaces, inputs: Tensor, labels: Tensor) -> dict[str, Floats]:
-    """Algorithm 2 as written: a backward for each sample, the unit's own elements picked by a mask, each once."""
+def taylor_by_brute_force(
+    model: nn.Module, spaces: Spaces, inputs: Tensor, labels: Tensor
+) -> dict[str, Floats]:
+    """Algorithm 2 as written: a backward for each sample, the unit's own elements picked by a mask, each
+    once.
+    """
     parameters = dict(model.named_parameters())
     totals = {s.name: np.zeros(s.size) for s in spaces}
     for i in range(len(labels)):
         loss = F.cross_entropy(model(inputs[i : i + 1]), labels[i : i + 1])
-        gradients = dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values()), allow_unused=True), strict=True))
+        gradients = dict(
+            zip(
+                parameters,
+                torch.autograd.grad(loss, list(parameters.values()), allow_unused=True),
+                strict=True,
+            )
+        )
         for one in spaces:
             for unit in range(one.size):
                 for name in {part.tensor for part in one.slices} & set(parameters):
@@ -95,17 +120,23 @@ def owned(one: UnitSpace, unit: int, tensor: str, like: Tensor) -> Tensor:
 
 
 def test_taylor_by_hand() -> None:
-    """loss = mean of y * w2 * relu(w1 * x): gradient times weight is the same product for both weights, so R = 2 |mean of it|."""
+    """loss = mean of y * w2 * relu(w1 * x): gradient times weight is the same product for both weights,
+    so R = 2 |mean of it|.
+    """
     model = nn.Sequential(nn.Linear(1, 2, bias=False), nn.ReLU(), nn.Linear(2, 1, bias=False))
     model[0].weight = nn.Parameter(torch.tensor([[1.0], [2.0]]))
     model[2].weight = nn.Parameter(torch.tensor([[3.0, -1.0]]))
     spaces = spaces_of(model, space("0", 2, ("0.weight", 0, "write"), ("2.weight", 1, "read")))
     inputs, signs = torch.tensor([[1.0], [2.0], [4.0]]), torch.tensor([1.0, 1.0, -1.0])
     data = [(inputs[:2], signs[:2]), (inputs[2:], signs[2:])]
-    scores = score(model, data, spaces=spaces, removal="l1", loss=lambda output, sign: (output[:, 0] * sign).mean())
+    scores = score(
+        model, data, spaces=spaces, removal="l1", loss=lambda output, sign: (output[:, 0] * sign).mean()
+    )
     mean = (1 + 2 - 4) / 3  # of sign * x: signed products cancel before the absolute value is taken
     np.testing.assert_allclose(scores.protection["0"], [2 * abs(mean) * 3, 2 * abs(mean) * 2], rtol=1e-6)
-    np.testing.assert_allclose(scores.halves["taylor"]["0"], [[2 * 1.5 * 3, 2 * 1.5 * 2], [2 * 4 * 3, 2 * 4 * 2]], rtol=1e-6)
+    np.testing.assert_allclose(
+        scores.halves["taylor"]["0"], [[2 * 1.5 * 3, 2 * 1.5 * 2], [2 * 4 * 3, 2 * 4 * 2]], rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize("net", sorted(NETS))
@@ -125,7 +156,9 @@ def test_a_lone_batch_is_split_into_halves() -> None:
     for half, part in enumerate((slice(0, 5), slice(5, 9))):
         expected = taylor_by_brute_force(model, spaces, inputs[part], labels[part])
         np.testing.assert_allclose(scores.halves["taylor"]["0"][half], expected["0"], rtol=1e-9)
-    assert "taylor" not in score(model, [(inputs[:1], labels[:1])], spaces=spaces, removal="l1").halves  # one sample has no halves
+    assert (
+        "taylor" not in score(model, [(inputs[:1], labels[:1])], spaces=spaces, removal="l1").halves
+    )  # one sample has no halves
 
 
 def test_batches_fall_into_the_halves_by_turns() -> None:
@@ -171,11 +204,15 @@ def test_taylor2_against_an_explicit_gate() -> None:
     scores = score(model, batches("convnet", 10, 4), spaces=spaces, removal="l1", protection="taylor2")
     np.testing.assert_allclose(scores.protection["0"], second_order(terms), rtol=1e-9)
     first_half = torch.cat([terms[:4], terms[8:]])
-    np.testing.assert_allclose(scores.halves["taylor2"]["0"], [second_order(first_half), second_order(terms[4:8])], rtol=1e-9)
+    np.testing.assert_allclose(
+        scores.halves["taylor2"]["0"], [second_order(first_half), second_order(terms[4:8])], rtol=1e-9
+    )
 
 
 def test_taylor2_gates_every_read_and_nothing_else() -> None:
-    """The stream of the residual net is gated where the block and the head read it, not where it is added."""
+    """The stream of the residual net is gated where the block and the head read it, not where it is
+    added.
+    """
     model, spaces = build("residual")
     inputs, labels = samples("residual", 6)
     gate = Gate(4)
@@ -187,7 +224,11 @@ def test_taylor2_gates_every_read_and_nothing_else() -> None:
 
     expected = second_order(gate_terms(run, gate, inputs, labels))
     np.testing.assert_allclose(
-        score(model, batches("residual", 6, 4), spaces=spaces, removal="l1", protection="taylor2").protection["stem"], expected, rtol=1e-9
+        score(model, batches("residual", 6, 4), spaces=spaces, removal="l1", protection="taylor2").protection[
+            "stem"
+        ],
+        expected,
+        rtol=1e-9,
     )
 
 
@@ -202,7 +243,11 @@ def test_taylor2_counts_every_call_of_a_shared_weight() -> None:
 
     expected = second_order(gate_terms(run, gate, inputs, labels))
     np.testing.assert_allclose(
-        score(model, batches("shared", 6, 4), spaces=spaces, removal="l1", protection="taylor2").protection["inner"], expected, rtol=1e-9
+        score(model, batches("shared", 6, 4), spaces=spaces, removal="l1", protection="taylor2").protection[
+            "inner"
+        ],
+        expected,
+        rtol=1e-9,
     )
 
 
@@ -220,13 +265,17 @@ def test_deletion_is_the_loss_change_of_real_masking(net: str) -> None:
             masked = deepcopy(model)
             with torch.no_grad():
                 for part in one.slices_of("read"):
-                    masked.get_parameter(part.tensor).movedim(part.dim, 0)[torch.from_numpy(part.owner == unit)] = 0
+                    masked.get_parameter(part.tensor).movedim(part.dim, 0)[
+                        torch.from_numpy(part.owner == unit)
+                    ] = 0
             change = F.cross_entropy(masked(inputs), labels).item() - whole
             assert scores.protection[one.name][unit] == pytest.approx(abs(change), rel=1e-9, abs=1e-12)
 
 
 def test_deletion_sees_through_a_parametrization() -> None:
-    """Masking the raw weight would change the norms of weight_norm: the unit is taken away from what is read."""
+    """Masking the raw weight would change the norms of weight_norm: the unit is taken away from what is
+    read.
+    """
     model, spaces = build("parametrized")
     inputs, labels = samples("parametrized", 6)
     hidden = model[:2](inputs)
@@ -262,10 +311,18 @@ class Peak:
 def test_own_signals_by_name() -> None:
     model, spaces = build("convnet")
     inputs, labels = samples("convnet", 12)
-    scores = score(model, batches("convnet", 12, 5), spaces=spaces, removal="test_bias", protection=["test_peak", "taylor"])
+    scores = score(
+        model,
+        batches("convnet", 12, 5),
+        spaces=spaces,
+        removal="test_bias",
+        protection=["test_peak", "taylor"],
+    )
     assert scores.active == ("test_bias", "test_peak")
     np.testing.assert_allclose(scores.removal["0"], model[0].bias.detach().abs())
-    np.testing.assert_allclose(scores.protection["0"], model[:3](inputs)[labels == 1].amax((0, 2, 3)).detach(), rtol=1e-12)
+    np.testing.assert_allclose(
+        scores.protection["0"], model[:3](inputs)[labels == 1].amax((0, 2, 3)).detach(), rtol=1e-12
+    )
     assert set(scores.halves) == {"taylor"}
 
 
@@ -301,14 +358,18 @@ def test_a_failing_own_signal_is_blamed_by_name() -> None:
             raise ZeroDivisionError("no luck")
 
     model, spaces = build("mlp")
-    with pytest.raises(FairprunerError, match="Signal 'test_broken' failed on space '0': ZeroDivisionError: no luck"):
+    with pytest.raises(
+        FairprunerError, match="Signal 'test_broken' failed on space '0': ZeroDivisionError: no luck"
+    ):
         score(model, batches("mlp", 6, 3), spaces=spaces, removal="test_broken")
 
 
 def test_unknown_and_doubled_signals() -> None:
     model, spaces = build("mlp")
     data = batches("mlp", 6, 3)
-    with pytest.raises(FairprunerError, match="Unknown removal signal 'waserstein': did you mean 'wasserstein'"):
+    with pytest.raises(
+        FairprunerError, match="Unknown removal signal 'waserstein': did you mean 'wasserstein'"
+    ):
         score(model, data, spaces=spaces, removal="waserstein")
     with pytest.raises(FairprunerError, match="Unknown protection signal 'l1'"):
         score(model, data, spaces=spaces, protection="l1")
@@ -325,7 +386,9 @@ def test_unknown_and_doubled_signals() -> None:
 
 
 def test_the_names_of_the_built_in_signals() -> None:
-    assert {"wasserstein", "wasserstein_pooled", "l1", "l2", "fpgm", "activation", "random"} <= set(names("removal"))
+    assert {"wasserstein", "wasserstein_pooled", "l1", "l2", "fpgm", "activation", "random"} <= set(
+        names("removal")
+    )
     assert {"taylor", "taylor2", "deletion", "random"} <= set(names("protection"))
 
 
@@ -360,15 +423,29 @@ def test_scattered_and_uneven_units_are_gathered() -> None:
         def compute(self) -> Floats:
             return np.zeros(self.size)
 
-    scores = score(model, [(inputs[:4], labels[:4]), (inputs[4:], labels[4:])], spaces=spaces, removal=["test_seen", "l1", "fpgm"])
+    scores = score(
+        model,
+        [(inputs[:4], labels[:4]), (inputs[4:], labels[4:])],
+        spaces=spaces,
+        removal=["test_seen", "l1", "fpgm"],
+    )
     hidden = model[0](inputs).detach()
-    expected = torch.stack([torch.stack([hidden[:, 3], torch.zeros(8)], 1), hidden[:, [0, 4]], torch.stack([hidden[:, 1], torch.zeros(8)], 1)], 1)
+    expected = torch.stack(
+        [
+            torch.stack([hidden[:, 3], torch.zeros(8)], 1),
+            hidden[:, [0, 4]],
+            torch.stack([hidden[:, 1], torch.zeros(8)], 1),
+        ],
+        1,
+    )
     torch.testing.assert_close(torch.cat(seen), expected)
     weight = model[0].weight.detach().abs().sum(1)
     np.testing.assert_allclose(scores.removals["l1"]["0"], [weight[3], weight[0] + weight[4], weight[1]])
     raw, none = model[0].weight.detach(), torch.zeros(2)
     rows = torch.stack([torch.cat([raw[3], none]), torch.cat([raw[0], raw[4]]), torch.cat([raw[1], none])])
-    np.testing.assert_allclose(scores.removals["fpgm"]["0"], (rows[:, None] - rows).norm(dim=2).sum(1), rtol=1e-9)
+    np.testing.assert_allclose(
+        scores.removals["fpgm"]["0"], (rows[:, None] - rows).norm(dim=2).sum(1), rtol=1e-9
+    )
 
 
 def test_positions_tied_over_groups_are_gathered() -> None:
@@ -394,7 +471,9 @@ def test_tokens_and_folded_windows_are_features_of_their_sample() -> None:
     spaces = spaces_of(model, space("up", 4, ("up.weight", 0, "write"), ("down.weight", 1, "read")))
     inputs, labels = torch.randn(6, 5, 3, dtype=torch.float64), torch.arange(6) % 2
     scores = score(model, [(inputs, labels)], spaces=spaces, removal="l1", protection="test_peak")
-    np.testing.assert_allclose(scores.protection["up"], model.up(inputs)[labels == 1].amax((0, 1)).detach(), rtol=1e-12)
+    np.testing.assert_allclose(
+        scores.protection["up"], model.up(inputs)[labels == 1].amax((0, 1)).detach(), rtol=1e-12
+    )
 
 
 # Grouping classes
@@ -422,7 +501,9 @@ def test_grouped_scores_are_those_of_the_group_labels() -> None:
     grouped = score(model, data, spaces=spaces, groups=2)
     merged = score(model, [(x, y % 2) for x, y in data], spaces=spaces)
     np.testing.assert_allclose(grouped.removal["0"], merged.removal["0"], rtol=1e-12)
-    np.testing.assert_allclose(grouped.protection["0"], score(model, data, spaces=spaces).protection["0"], rtol=1e-12)  # the loss keeps its classes
+    np.testing.assert_allclose(
+        grouped.protection["0"], score(model, data, spaces=spaces).protection["0"], rtol=1e-12
+    )  # the loss keeps its classes
     assert grouped.settings["groups"] == 2
 
 

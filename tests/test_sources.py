@@ -63,9 +63,16 @@ def test_a_factory_in_a_module_of_the_working_folder(net: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("source", "shape"), [("timm:resnet18", (3, 224, 224)), ("timm:resnet18.a1_in1k", (3, 224, 224)), ("torchvision:inception_v3", (3, 299, 299))]
+    ("source", "shape"),
+    [
+        ("timm:resnet18", (3, 224, 224)),
+        ("timm:resnet18.a1_in1k", (3, 224, 224)),
+        ("torchvision:inception_v3", (3, 299, 299)),
+    ],
 )
-def test_zoo_models_know_their_preprocessing(source: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zoo_models_know_their_preprocessing(
+    source: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     if source == "torchvision:inception_v3":  # its random initialisation takes half a minute
         model: nn.Module = nn.Identity()
     else:
@@ -76,7 +83,9 @@ def test_zoo_models_know_their_preprocessing(source: str, shape: tuple[int, ...]
     from PIL import Image
 
     white = transform(Image.new("RGB", (400, 300), (255, 255, 255)))
-    torch.testing.assert_close(white[:, 0, 0], torch.tensor([(1 - 0.485) / 0.229, (1 - 0.456) / 0.224, (1 - 0.406) / 0.225]))
+    torch.testing.assert_close(
+        white[:, 0, 0], torch.tensor([(1 - 0.485) / 0.229, (1 - 0.456) / 0.224, (1 - 0.406) / 0.225])
+    )
 
 
 def test_a_model_of_ones_own_has_no_preprocessing() -> None:
@@ -85,9 +94,15 @@ def test_a_model_of_ones_own_has_no_preprocessing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("library", "argument"), [("timm", ("create_model", {"pretrained": True})), ("torchvision.models", ("get_model", {"weights": "DEFAULT"}))]
+    ("library", "argument"),
+    [
+        ("timm", ("create_model", {"pretrained": True})),
+        ("torchvision.models", ("get_model", {"weights": "DEFAULT"})),
+    ],
 )
-def test_pretrained_asks_the_zoo_for_its_weights(library: str, argument: tuple[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pretrained_asks_the_zoo_for_its_weights(
+    library: str, argument: tuple[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     function, expected = argument
     asked: list[dict[str, Any]] = []
 
@@ -106,7 +121,10 @@ def test_pretrained_asks_the_zoo_for_its_weights(library: str, argument: tuple[s
         ("timm:resnet19", "timm has no model 'resnet19': did you mean 'resnet1"),
         ("torchvision:resnet5", "torchvision has no model 'resnet5': did you mean"),
         ("hf:./bert", "is no folder here, and as a hub name it cannot be fetched"),
-        ("resnet50", "names no function: expected timm:name, torchvision:name, hf:name, package.module:function"),
+        (
+            "resnet50",
+            "names no function: expected timm:name, torchvision:name, hf:name, package.module:function",
+        ),
         ("nowhere.py:build", "No file nowhere.py"),
         ("no_such_module:build", "no_such_module does not import: ModuleNotFoundError"),
         ("{net}:biuld", "Unknown function of .*net.py 'biuld': did you mean 'build'"),
@@ -133,9 +151,14 @@ def test_pretrained_is_refused_for_a_model_of_ones_own(net: Path) -> None:
 
 @pytest.mark.parametrize(
     ("broken", "message"),
-    [("raise RuntimeError('operator does not exist')", "installed but does not import .*fits torch"), (None, r"not installed .*fairpruner\[torchvision\]")],
+    [
+        ("raise RuntimeError('operator does not exist')", "installed but does not import .*fits torch"),
+        (None, r"not installed .*fairpruner\[torchvision\]"),
+    ],
 )
-def test_a_zoo_that_does_not_import_is_one_clear_error(broken: str | None, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_zoo_that_does_not_import_is_one_clear_error(
+    broken: str | None, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     for name in [n for n in sys.modules if n.partition(".")[0] == "torchvision"]:
         monkeypatch.delitem(sys.modules, name)
     if broken:
@@ -165,7 +188,9 @@ def small_net() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
 
 
-@pytest.mark.parametrize("wrap", [lambda s: s, lambda s: {"state_dict": s, "epoch": 3}, lambda s: {"model": s}])
+@pytest.mark.parametrize(
+    "wrap", [lambda s: s, lambda s: {"state_dict": s, "epoch": 3}, lambda s: {"model": s}]
+)
 @pytest.mark.parametrize("suffix", [".pt", ".pth"])
 def test_checkpoints_may_wrap_the_state(wrap: Callable[[Any], Any], suffix: str, tmp_path: Path) -> None:
     trained, fresh = small_net(), small_net()
@@ -195,11 +220,19 @@ def test_a_tied_tensor_may_be_stored_once(tmp_path: Path) -> None:
     ("change", "message"),
     [
         (lambda s: s.pop("0.bias"), r"do not fit Sequential: 1 missing \(0.bias\)"),
-        (lambda s: s.update({f"extra{i}": torch.zeros(1) for i in range(5)}), r"5 unexpected \(extra0, extra1, extra2, …\)"),
-        (lambda s: s.update({"2.weight": torch.zeros(10, 8)}), r"1 of another shape \(2.weight \[10, 8\] for \[3, 8\]\)"),
+        (
+            lambda s: s.update({f"extra{i}": torch.zeros(1) for i in range(5)}),
+            r"5 unexpected \(extra0, extra1, extra2, …\)",
+        ),
+        (
+            lambda s: s.update({"2.weight": torch.zeros(10, 8)}),
+            r"1 of another shape \(2.weight \[10, 8\] for \[3, 8\]\)",
+        ),
     ],
 )
-def test_weights_of_another_model_are_refused_and_nothing_is_changed(change: Callable[[dict[str, torch.Tensor]], None], message: str, tmp_path: Path) -> None:
+def test_weights_of_another_model_are_refused_and_nothing_is_changed(
+    change: Callable[[dict[str, torch.Tensor]], None], message: str, tmp_path: Path
+) -> None:
     state = small_net().state_dict()
     change(state)
     torch.save(state, tmp_path / "w.pt")
@@ -221,7 +254,9 @@ def test_weights_of_another_model_are_refused_and_nothing_is_changed(change: Cal
         ("w.pt", lambda p: None, "No weights file"),
     ],
 )
-def test_unreadable_weights_are_one_clear_error(name: str, write: Callable[[Path], None], message: str, tmp_path: Path) -> None:
+def test_unreadable_weights_are_one_clear_error(
+    name: str, write: Callable[[Path], None], message: str, tmp_path: Path
+) -> None:
     write(tmp_path / name)
     with pytest.raises(fp.FairprunerError, match=message):
         load_weights(small_net(), tmp_path / name)
@@ -241,7 +276,9 @@ def save_arrays(path: Path, **arrays: Any) -> str:
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=60), st.integers(1, 60), st.integers(0, 3))
-def test_chosen_samples_are_as_even_over_classes_as_they_can_be(labels: list[int], samples: int, seed: int) -> None:
+def test_chosen_samples_are_as_even_over_classes_as_they_can_be(
+    labels: list[int], samples: int, seed: int
+) -> None:
     every = np.array(labels)
     chosen = choose(every, samples, seed)
     assert len(set(chosen.tolist())) == len(chosen) == min(samples, len(labels))
@@ -264,7 +301,11 @@ def test_arrays_come_as_batches_as_often_as_they_are_iterated(tmp_path: Path) ->
 def test_bytes_are_scaled_and_normalised_by_channel(tmp_path: Path) -> None:
     x = np.zeros((2, 3, 1, 1), dtype=np.uint8)
     x[:, 1] = 255
-    data = load_data(save_arrays(tmp_path / "d.npz", x=x, y=np.array([0, 1])), Sampling(), Preprocessing(mean=(0.5, 0.5, 0.25), std=(0.5, 0.25, 1.0)))
+    data = load_data(
+        save_arrays(tmp_path / "d.npz", x=x, y=np.array([0, 1])),
+        Sampling(),
+        Preprocessing(mean=(0.5, 0.5, 0.25), std=(0.5, 0.25, 1.0)),
+    )
     assert gather(data)[0][0].flatten().tolist() == [-1.0, 2.0, -0.25]
 
 
@@ -273,9 +314,15 @@ def test_bytes_are_scaled_and_normalised_by_channel(tmp_path: Path) -> None:
     [
         ({"x": np.zeros((2, 1), np.float32)}, "has no array 'y'"),
         ({"x": np.zeros((2, 1), np.float32), "y": np.zeros(3, int)}, r"x of shape \[2, 1\] and y int64\[3\]"),
-        ({"x": np.zeros((2, 1), np.float32), "y": np.zeros(2)}, r"y float64\[2\], expected one whole-number label"),
+        (
+            {"x": np.zeros((2, 1), np.float32), "y": np.zeros(2)},
+            r"y float64\[2\], expected one whole-number label",
+        ),
         ({"x": np.zeros((0, 1), np.float32), "y": np.zeros(0, int)}, "at least one sample"),
-        ({"x": np.zeros((2, 1), np.int64), "y": np.zeros(2, int)}, "x of type int64, expected float32, or uint8"),
+        (
+            {"x": np.zeros((2, 1), np.int64), "y": np.zeros(2, int)},
+            "x of type int64, expected float32, or uint8",
+        ),
         ({"x": np.array([{}, {}]), "y": np.zeros(2, int)}, "cannot be read: Object arrays"),
     ],
 )
@@ -287,7 +334,10 @@ def test_wrong_arrays_are_one_clear_error(arrays: dict[str, Any], message: str, 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Preprocessing(mean=(0.1, 0.2)).normalise(torch.zeros(4, 3, 2, 2, dtype=torch.uint8)), "mean has 2 values for data of shape"),
+        (
+            lambda: Preprocessing(mean=(0.1, 0.2)).normalise(torch.zeros(4, 3, 2, 2, dtype=torch.uint8)),
+            "mean has 2 values for data of shape",
+        ),
         (lambda: Preprocessing(std=(0.0,)), "expected positive"),
         (lambda: Preprocessing(size=0), "at least 1 pixel"),
         (lambda: Sampling(samples=0), "samples is 0, expected at least 1"),
@@ -304,7 +354,9 @@ def test_wrong_data_options_are_one_clear_error(make: Callable[[], Any], message
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
-    """Two classes of one-colour images of different sizes, one file in a subfolder, and one file that is no image."""
+    """Two classes of one-colour images of different sizes, one file in a subfolder, and one file that is
+    no image.
+    """
     from PIL import Image
 
     for name, colour, size in (
@@ -339,7 +391,14 @@ def test_the_centre_is_what_is_cropped() -> None:
 
 
 def test_images_go_through_a_zoos_transform(photos: Path) -> None:
-    x, _ = gather(load_data(str(photos), Sampling(samples=2), Preprocessing(), transform=lambda image: torch.tensor(image.size)))
+    x, _ = gather(
+        load_data(
+            str(photos),
+            Sampling(samples=2),
+            Preprocessing(),
+            transform=lambda image: torch.tensor(image.size),
+        )
+    )
     assert sorted(map(tuple, x.tolist())) in ([(16, 48), (20, 20)], [(20, 20), (40, 20)])
 
 
@@ -365,7 +424,12 @@ def test_a_loader_is_called_for_every_pass_and_stops_at_the_limit(net: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("number", "gave no batches: TypeError"), ("fails", "gave no batches: OSError: no disk"), ("WIDTH", "gave no batches: TypeError")]
+    ("name", "message"),
+    [
+        ("number", "gave no batches: TypeError"),
+        ("fails", "gave no batches: OSError: no disk"),
+        ("WIDTH", "gave no batches: TypeError"),
+    ],
 )
 def test_a_loader_that_gives_nothing_is_one_clear_error(net: Path, name: str, message: str) -> None:
     with pytest.raises(fp.FairprunerError, match=message):
@@ -373,5 +437,13 @@ def test_a_loader_that_gives_nothing_is_one_clear_error(net: Path, name: str, me
 
 
 def test_importing_the_package_imports_no_optional_one() -> None:
-    code = "import sys, fairpruner.cli; print([m for m in ('timm', 'torchvision', 'transformers', 'sklearn', 'PIL', 'scipy') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    code = (
+        "import sys, fairpruner.cli; print([m for m in ('timm', 'torchvision', 'transformers', 'sklearn',"
+        " 'PIL', 'scipy') if m in sys.modules])"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "[]"
+    )

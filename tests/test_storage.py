@@ -28,7 +28,9 @@ from fairpruner.files import folders
 
 
 def build() -> nn.Module:
-    """A net with a convolution that is shared, batch norm, a tied pair of Linears and a non-persistent buffer."""
+    """A net with a convolution that is shared, batch norm, a tied pair of Linears and a non-persistent
+    buffer.
+    """
     return Net()
 
 
@@ -73,26 +75,55 @@ def hand_made_scores() -> Scores:
     spaces = Spaces(
         items=(
             UnitSpace(
-                "a.conv", "channel", 3, (Slice("a.weight", 0, np.array([0, 1, 2, -1, -1]), "write"), Slice("b.weight", 1, np.array([0, 0, 1, 1, 2, 2]), "read"))
+                "a.conv",
+                "channel",
+                3,
+                (
+                    Slice("a.weight", 0, np.array([0, 1, 2, -1, -1]), "write"),
+                    Slice("b.weight", 1, np.array([0, 0, 1, 1, 2, 2]), "read"),
+                ),
             ),
-            UnitSpace("heads", "head", 2, (Slice("q", 0, np.array([0, 0, 1, 1]), "write"),), (Count("attention", "num_heads", np.array([0, 1])),), min_keep=2),
+            UnitSpace(
+                "heads",
+                "head",
+                2,
+                (Slice("q", 0, np.array([0, 0, 1, 1]), "write"),),
+                (Count("attention", "num_heads", np.array([0, 1])),),
+                min_keep=2,
+            ),
         ),
         left_out={"stem": "its output is the model's output — “wide”"},
         costs=CostModel(
-            (Factor(5, {"a.conv": np.array([1, 1, 1]), "heads": np.array([2, 0])}), Factor(7, {})), (Term(9, (0, 1)), Term(2**60, ())), (Term(3, (0,)),)
+            (Factor(5, {"a.conv": np.array([1, 1, 1]), "heads": np.array([2, 0])}), Factor(7, {})),
+            (Term(9, (0, 1)), Term(2**60, ())),
+            (Term(3, (0,)),),
         ),
         fingerprint="abc",
     )
     tricky = np.array([0.1, np.nextafter(1.0, 2.0), 5e-324])
-    removals = {"wasserstein": {"a.conv": tricky, "heads": np.array([-0.0, 1e300])}, "l1": {"a.conv": tricky[::-1], "heads": np.array([1.0, 2.0])}}
+    removals = {
+        "wasserstein": {"a.conv": tricky, "heads": np.array([-0.0, 1e300])},
+        "l1": {"a.conv": tricky[::-1], "heads": np.array([1.0, 2.0])},
+    }
     protections = {"taylor": {"a.conv": tricky * 3, "heads": np.array([1 / 3, 2 / 3])}}
     halves = {"taylor": {"a.conv": np.stack([tricky, tricky])}}
-    return Scores(spaces, removals, protections, samples=17, halves=halves, settings={"seed": 3, "groups": None, "rate": 0.1, "names": ["x"]})
+    return Scores(
+        spaces,
+        removals,
+        protections,
+        samples=17,
+        halves=halves,
+        settings={"seed": 3, "groups": None, "rate": 0.1, "names": ["x"]},
+    )
 
 
 def same_arrays(first: Any, second: Any) -> bool:
     return list(first) == list(second) and all(
-        list(first[s]) == list(second[s]) and all(first[s][n].tobytes() == second[s][n].tobytes() and first[s][n].dtype == second[s][n].dtype for n in first[s])
+        list(first[s]) == list(second[s])
+        and all(
+            first[s][n].tobytes() == second[s][n].tobytes() and first[s][n].dtype == second[s][n].dtype
+            for n in first[s]
+        )
         for s in first
     )
 
@@ -110,7 +141,10 @@ def test_any_vector_comes_back_from_its_runs(values: list[int]) -> None:
     [
         (np.arange(512), [[0, 512, 1]]),
         (np.repeat(np.arange(512), 49), [[0, 512, 49]]),  # channels flattened into a Linear
-        (np.concatenate([np.full(64, -1), np.arange(32)]), [[-1, 1, 64], [0, 32, 1]]),  # the second part of a concatenation
+        (
+            np.concatenate([np.full(64, -1), np.arange(32)]),
+            [[-1, 1, 64], [0, 32, 1]],
+        ),  # the second part of a concatenation
         (np.array([7]), [[7, 1, 1]]),
     ],
 )
@@ -118,7 +152,9 @@ def test_common_owner_vectors_are_few_runs(vector: np.ndarray, runs: list[list[i
     assert encode_runs(vector) == runs
 
 
-@pytest.mark.parametrize("runs", [[], [[0, 1]], [[0.5, 1, 1]], [[0, 0, 1]], [[0, 1, -1]], "text", [[0, 1, 1], [2]]])
+@pytest.mark.parametrize(
+    "runs", [[], [[0, 1]], [[0.5, 1, 1]], [[0, 0, 1]], [[0, 1, -1]], "text", [[0, 1, 1], [2]]]
+)
 def test_bad_runs_are_refused(runs: Any) -> None:
     with pytest.raises(ValueError, match=r"expected runs|inhomogeneous"):
         decode_runs(runs)
@@ -155,7 +191,15 @@ def test_settings_that_json_cannot_hold_are_refused_before_anything_is_written(t
 
 def hand_made_plan() -> Plan:
     spaces = hand_made_scores().spaces
-    return Plan(spaces, {"a.conv": (2, 0), "heads": ()}, alpha=0.1 + 0.2, rule="tod", exact=True, predicted={"units": 3}, original={"units": 5})
+    return Plan(
+        spaces,
+        {"a.conv": (2, 0), "heads": ()},
+        alpha=0.1 + 0.2,
+        rule="tod",
+        exact=True,
+        predicted={"units": 3},
+        original={"units": 5},
+    )
 
 
 def test_plan_comes_back_exactly(tmp_path: Path) -> None:
@@ -169,14 +213,28 @@ def test_plan_comes_back_exactly(tmp_path: Path) -> None:
 def test_every_field_is_stored() -> None:
     plan = hand_made_plan().to_json()
     space = plan["spaces"]["items"][1]
-    stored = {Plan: plan, Spaces: plan["spaces"], UnitSpace: space, Slice: space["slices"][0], Count: space["counts"][0], CostModel: plan["spaces"]["costs"]}
-    assert {kind.__name__: set(content) for kind, content in stored.items()} == {kind.__name__: {field.name for field in fields(kind)} for kind in stored}
+    stored = {
+        Plan: plan,
+        Spaces: plan["spaces"],
+        UnitSpace: space,
+        Slice: space["slices"][0],
+        Count: space["counts"][0],
+        CostModel: plan["spaces"]["costs"],
+    }
+    assert {kind.__name__: set(content) for kind, content in stored.items()} == {
+        kind.__name__: {field.name for field in fields(kind)} for kind in stored
+    }
 
 
 def test_a_saved_plan_is_enough_for_cut(pruned: tuple[nn.Module, Plan], tmp_path: Path) -> None:
     model, plan = build(), pruned[1]
     plan.save(tmp_path / "plan.json")
-    torch.testing.assert_close(fp.cut(model, Plan.load(tmp_path / "plan.json")).state_dict(), fp.cut(model, plan).state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close(
+        fp.cut(model, Plan.load(tmp_path / "plan.json")).state_dict(),
+        fp.cut(model, plan).state_dict(),
+        rtol=0,
+        atol=0,
+    )
 
 
 def test_plan_file_is_readable(tmp_path: Path) -> None:
@@ -197,7 +255,9 @@ def test_readable_json_says_the_same(value: Any) -> None:
     assert json.loads(readable(value)) == value
 
 
-def test_a_plan_without_digest_is_accepted_and_its_costs_follow_the_edit(pruned: tuple[nn.Module, Plan], tmp_path: Path) -> None:
+def test_a_plan_without_digest_is_accepted_and_its_costs_follow_the_edit(
+    pruned: tuple[nn.Module, Plan], tmp_path: Path
+) -> None:
     plan, path = pruned[1], tmp_path / "plan.json"
     plan.save(path)
     content = json.loads(path.read_text())
@@ -217,7 +277,9 @@ def test_a_saved_model_comes_back_bit_for_bit(pruned: tuple[nn.Module, Plan], fo
     small = pruned[0]
     again = fp.load(folder, build=build)
     assert sorted(os.listdir(folder)) == ["README.md", "model.safetensors", "plan.json", "report.json"]
-    assert {n: t.shape for n, t in again.state_dict().items()} == {n: t.shape for n, t in small.state_dict().items()}
+    assert {n: t.shape for n, t in again.state_dict().items()} == {
+        n: t.shape for n, t in small.state_dict().items()
+    }
     assert all(torch.equal(t, small.state_dict()[n]) for n, t in again.state_dict().items())
     assert torch.equal(again(EXAMPLE), small(EXAMPLE))
 
@@ -236,7 +298,9 @@ def test_shared_tensors_are_stored_once_and_non_persistent_buffers_not_at_all(fo
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_the_dtype_of_the_file_wins(pruned: tuple[nn.Module, Plan], tmp_path: Path, dtype: torch.dtype) -> None:
+def test_the_dtype_of_the_file_wins(
+    pruned: tuple[nn.Module, Plan], tmp_path: Path, dtype: torch.dtype
+) -> None:
     small, plan = pruned
     fp.save(small.to(dtype), plan, tmp_path / "small")
     again = fp.load(tmp_path / "small", build=build)
@@ -245,7 +309,9 @@ def test_the_dtype_of_the_file_wins(pruned: tuple[nn.Module, Plan], tmp_path: Pa
     assert all(torch.equal(t, small.state_dict()[n]) for n, t in again.state_dict().items())
 
 
-def test_parameters_that_share_memory_without_being_one_can_be_saved(pruned: tuple[nn.Module, Plan], tmp_path: Path) -> None:
+def test_parameters_that_share_memory_without_being_one_can_be_saved(
+    pruned: tuple[nn.Module, Plan], tmp_path: Path
+) -> None:
     small, plan = pruned
     small.tie2.bias = nn.Parameter(small.tie1.bias.data)
     fp.save(small, plan, tmp_path / "small")
@@ -265,13 +331,17 @@ def test_build_may_be_a_source(pruned: tuple[nn.Module, Plan], tmp_path: Path) -
     assert f"{__file__}:build" in (tmp_path / "small" / "README.md").read_text(encoding="utf-8")
 
 
-def test_report_has_the_plans_numbers_and_the_measured_ones(pruned: tuple[nn.Module, Plan], folder: Path) -> None:
+def test_report_has_the_plans_numbers_and_the_measured_ones(
+    pruned: tuple[nn.Module, Plan], folder: Path
+) -> None:
     report = json.loads((folder / "report.json").read_text())
     assert report["measured"]["params"] == report["predicted"]["params"] == fp.count_params(pruned[0])
     assert {s["name"]: (s["kept"], s["size"]) for s in report["spaces"]}["conv1"] == (3, 6)
 
 
-def test_an_existing_empty_folder_is_filled_and_a_full_one_refused(pruned: tuple[nn.Module, Plan], tmp_path: Path) -> None:
+def test_an_existing_empty_folder_is_filled_and_a_full_one_refused(
+    pruned: tuple[nn.Module, Plan], tmp_path: Path
+) -> None:
     (tmp_path / "empty").mkdir()
     fp.save(*pruned, tmp_path / "empty")
     before = {p.name: p.read_bytes() for p in (tmp_path / "empty").iterdir()}
@@ -281,7 +351,9 @@ def test_an_existing_empty_folder_is_filled_and_a_full_one_refused(pruned: tuple
     assert os.listdir(tmp_path) == ["empty"]
 
 
-def test_saving_another_model_than_the_plans_is_refused(pruned: tuple[nn.Module, Plan], tmp_path: Path) -> None:
+def test_saving_another_model_than_the_plans_is_refused(
+    pruned: tuple[nn.Module, Plan], tmp_path: Path
+) -> None:
     with pytest.raises(fp.FairprunerError, match=r"of shape \[6.*\], the plan keeps 3 along dim 0"):
         fp.save(build(), pruned[1], tmp_path / "small")
     assert os.listdir(tmp_path) == []
@@ -310,9 +382,13 @@ def below_a_file(tmp_path: Path) -> Path:
     return tmp_path / "file" / "below"
 
 
-@pytest.mark.parametrize("place", [below_a_file, lambda _: Path("/proc/fairpruner/x")], ids=["below-a-file", "proc"])
+@pytest.mark.parametrize(
+    "place", [below_a_file, lambda _: Path("/proc/fairpruner/x")], ids=["below-a-file", "proc"]
+)
 @pytest.mark.parametrize("what", ["scores", "plan", "model"])
-def test_an_unwritable_place_is_one_clear_error(place: Callable[[Path], Path], what: str, pruned: tuple[nn.Module, Plan], tmp_path: Path) -> None:
+def test_an_unwritable_place_is_one_clear_error(
+    place: Callable[[Path], Path], what: str, pruned: tuple[nn.Module, Plan], tmp_path: Path
+) -> None:
     path = place(tmp_path)
     writers: dict[str, Callable[[], None]] = {
         "scores": lambda: hand_made_scores().save(path),
@@ -332,7 +408,9 @@ def test_a_folder_in_the_way_is_one_clear_error(what: str, tmp_path: Path) -> No
     assert os.listdir(tmp_path) == ["taken"]
 
 
-@pytest.mark.parametrize("failure", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=["full-disk", "interrupt"])
+@pytest.mark.parametrize(
+    "failure", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=["full-disk", "interrupt"]
+)
 def test_nothing_is_left_behind_when_writing_fails(
     failure: BaseException, pruned: tuple[nn.Module, Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -370,13 +448,20 @@ def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
         path.write_text(json.dumps(content))
         return
     with storage.safe_open(path, framework="pt") as file:
-        content, tensors = json.loads(file.metadata()["fairpruner"]), {k: file.get_tensor(k) for k in file.keys()}  # noqa: SIM118
+        content, tensors = (
+            json.loads(file.metadata()["fairpruner"]),
+            {k: file.get_tensor(k) for k in file.keys()},  # noqa: SIM118
+        )
     change(content)
     save_file(tensors, path, metadata={"fairpruner": json.dumps(content)})
 
 
 def read(path: Path) -> Any:
-    return {"scores.safetensors": Scores.load, "plan.json": Plan.load, "model.safetensors": lambda p: fp.load(p.parent, build=build)}[path.name](path)
+    return {
+        "scores.safetensors": Scores.load,
+        "plan.json": Plan.load,
+        "model.safetensors": lambda p: fp.load(p.parent, build=build),
+    }[path.name](path)
 
 
 @pytest.fixture(params=["scores.safetensors", "plan.json", "model.safetensors"])
@@ -392,9 +477,15 @@ def path(request: pytest.FixtureRequest, folder: Path) -> Path:
         (truncate, "only a part of one"),
         (replace_by_text, r"is no (safetensors|JSON) file"),
         (lambda p: p.unlink(), "Cannot read"),
-        (lambda p: edit(p, lambda c: c.update(version=2)), "format version 2, this fairpruner reads up to version 1"),
+        (
+            lambda p: edit(p, lambda c: c.update(version=2)),
+            "format version 2, this fairpruner reads up to version 1",
+        ),
         (lambda p: edit(p, lambda c: c.update(version="new")), "format version new"),
-        (lambda p: edit(p, lambda c: c.update(format="fairpruner atlas")), "holds fairpruner atlas, expected a fairpruner"),
+        (
+            lambda p: edit(p, lambda c: c.update(format="fairpruner atlas")),
+            "holds fairpruner atlas, expected a fairpruner",
+        ),
         (lambda p: edit(p, lambda c: c.clear()), "holds nothing that fairpruner wrote"),
         (lambda p: edit(p, lambda c: c.update(more=1)), "was altered"),
     ],
@@ -435,7 +526,9 @@ def test_a_plan_with_one_other_unit_is_noticed(folder: Path) -> None:
         lambda c: c["spaces"]["costs"].update(params=[[1, [99]]]),
     ],
 )
-def test_a_hand_written_plan_that_makes_no_sense_is_one_clear_error(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+def test_a_hand_written_plan_that_makes_no_sense_is_one_clear_error(
+    folder: Path, change: Callable[[dict[str, Any]], None]
+) -> None:
     def without_digest(content: dict[str, Any]) -> None:
         change(content)
         del content["digest"]
@@ -463,7 +556,11 @@ def test_weights_that_lack_a_tensor_are_refused(folder: Path) -> None:
     content, tensors = storage.read_tensors(folder / "model.safetensors", "model")
     del tensors["head.bias"]
     body = {"plan": content["plan"]}
-    save_file(tensors, folder / "model.safetensors", metadata={"fairpruner": json.dumps({**content, "digest": digest(body, tensors)})})
+    save_file(
+        tensors,
+        folder / "model.safetensors",
+        metadata={"fairpruner": json.dumps({**content, "digest": digest(body, tensors)})},
+    )
     with pytest.raises(fp.FairprunerError, match=r"1 tensors \(head.bias\)"):
         fp.load(folder, build=build)
 

@@ -1,4 +1,6 @@
-"""Streaming: any plan of any model of Hugging Face, cut from files to files in a memory that could not hold the model."""
+"""Streaming: any plan of any model of Hugging Face, cut from files to files in a memory that could not
+hold the model.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,10 @@ def same(a: Any, b: Any) -> bool:
 def test_heads_and_hidden_units_are_streamed_as_they_are_cut(family: str, tmp_path: Path) -> None:
     hugging_face(family).float().save_pretrained(tmp_path / "whole", max_shard_size="20KB")
     model = type(hugging_face(family)).from_pretrained(tmp_path / "whole")
-    example = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in HUGGING_FACE[family][3]().items()}
+    example = {
+        name: tensor.float() if tensor.is_floating_point() else tensor
+        for name, tensor in HUGGING_FACE[family][3]().items()
+    }
     spaces = fp.discover(model, example)
     plan = fp.Plan.removing(spaces, some_units(spaces, 0.5, 0))
     stream(tmp_path / "whole", plan, tmp_path / "small", max_shard_size="20KB")
@@ -51,13 +56,24 @@ def qwen(tmp_path: Path) -> tuple[Path, fp.Plan, Any]:
     return tmp_path / "whole", plan, fp.cut(model, plan)
 
 
-def test_files_in_the_models_own_layout_are_streamed_too(qwen: tuple[Path, fp.Plan, Any], tmp_path: Path) -> None:
+def test_files_in_the_models_own_layout_are_streamed_too(
+    qwen: tuple[Path, fp.Plan, Any], tmp_path: Path
+) -> None:
     whole, plan, small = qwen
-    fused = {name: tensor.contiguous() for name, tensor in moe("qwen2_moe", torch.float32).state_dict().items() if name != "lm_head.weight"}
-    save_file({**fused, "lm_head.weight": moe("qwen2_moe", torch.float32).lm_head.weight.detach().clone()}, whole / "model.safetensors")
+    fused = {
+        name: tensor.contiguous()
+        for name, tensor in moe("qwen2_moe", torch.float32).state_dict().items()
+        if name != "lm_head.weight"
+    }
+    save_file(
+        {**fused, "lm_head.weight": moe("qwen2_moe", torch.float32).lm_head.weight.detach().clone()},
+        whole / "model.safetensors",
+    )
     stream(whole, plan, tmp_path / "small")
     assert same(small, fp.load(tmp_path / "small"))
-    assert "model.layers.0.mlp.experts.9.up_proj.weight" in load_file(tmp_path / "small" / "model.safetensors")  # what other programs look for
+    assert "model.layers.0.mlp.experts.9.up_proj.weight" in load_file(
+        tmp_path / "small" / "model.safetensors"
+    )  # what other programs look for
 
 
 def test_half_precision_stays_and_the_configuration_decides(tmp_path: Path) -> None:
@@ -105,7 +121,9 @@ def quantised(whole: Path) -> None:
         (quantised, "are quantised, and cannot be cut as they lie"),
     ],
 )
-def test_what_cannot_be_streamed_is_one_sentence_and_leaves_nothing(harm: Any, message: str, qwen: tuple[Path, fp.Plan, Any], tmp_path: Path) -> None:
+def test_what_cannot_be_streamed_is_one_sentence_and_leaves_nothing(
+    harm: Any, message: str, qwen: tuple[Path, fp.Plan, Any], tmp_path: Path
+) -> None:
     whole, plan, _ = qwen
     harm(whole)
     with pytest.raises(fp.FairprunerError, match=message) as raised:
@@ -117,7 +135,16 @@ def test_what_cannot_be_streamed_is_one_sentence_and_leaves_nothing(harm: Any, m
 def test_the_command_line_streams_and_replaces(qwen: tuple[Path, fp.Plan, Any], tmp_path: Path) -> None:
     whole, plan, small = qwen
     plan.save(tmp_path / "plan.json")
-    command = ["cut", f"hf:{whole}", str(tmp_path / "plan.json"), "--stream", "--max-shard-size", "30KB", "-o", str(tmp_path / "small")]
+    command = [
+        "cut",
+        f"hf:{whole}",
+        str(tmp_path / "plan.json"),
+        "--stream",
+        "--max-shard-size",
+        "30KB",
+        "-o",
+        str(tmp_path / "small"),
+    ]
     for extra in ([], ["--force"]):
         result = CliRunner().invoke(app, [*command, *extra])
         assert result.exit_code == 0, (result.output, result.exception)
@@ -151,12 +178,21 @@ else:
 def limited(what: str, folder: Path) -> subprocess.CompletedProcess[str]:
     arguments = [str(folder / name) for name in ("whole", "plan.json", "small")]
     command = [sys.executable, "-c", LIMITED, what, *arguments]
-    return subprocess.run(command, cwd=Path(__file__).parent, env={**os.environ, "HF_DEACTIVATE_ASYNC_LOAD": "1"}, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        command,
+        cwd=Path(__file__).parent,
+        env={**os.environ, "HF_DEACTIVATE_ASYNC_LOAD": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit on address space is Linux's")
 def test_a_model_larger_than_the_memory_allowed_is_cut(tmp_path: Path) -> None:
-    """290 MB of tensors in files of 24 MB, with room for 160 MB: loading fails, the stream does not, and the result is right."""
+    """290 MB of tensors in files of 24 MB, with room for 160 MB: loading fails, the stream does not, and
+    the result is right.
+    """
     config = transformers.Qwen2MoeConfig(
         vocab_size=99,
         hidden_size=128,

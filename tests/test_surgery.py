@@ -43,8 +43,14 @@ def test_the_empty_plan_is_the_identity() -> None:
     assert difference(model, fp.mask(model, plan), example) == 0
 
 
-@pytest.mark.parametrize(("build", "example"), [(SMALL["unet"][0], torch.zeros(SMALL["unet"][1])), (plain_moe, plain_example())], ids=["unet", "experts"])
-def test_cut_and_masked_models_share_no_memory_with_the_original(build: Callable[[], nn.Module], example: torch.Tensor) -> None:
+@pytest.mark.parametrize(
+    ("build", "example"),
+    [(SMALL["unet"][0], torch.zeros(SMALL["unet"][1])), (plain_moe, plain_example())],
+    ids=["unet", "experts"],
+)
+def test_cut_and_masked_models_share_no_memory_with_the_original(
+    build: Callable[[], nn.Module], example: torch.Tensor
+) -> None:
     model = build().to(example.dtype)
     spaces = fp.discover(model, example)
     held = {tensor.untyped_storage().data_ptr() for tensor in model.state_dict().values()}
@@ -62,7 +68,9 @@ def test_the_mask_is_what_no_consumer_reads() -> None:
     gone = [1, 3, 10]
     masked = fp.mask(model, fp.Plan.removing(spaces, {"layer1.0.conv1": gone}))
     hooked = copy.deepcopy(model)
-    hooked.layer1[0].conv2.register_forward_pre_hook(lambda _, inputs: (inputs[0].index_fill(1, torch.tensor(gone), 0),))
+    hooked.layer1[0].conv2.register_forward_pre_hook(
+        lambda _, inputs: (inputs[0].index_fill(1, torch.tensor(gone), 0),)
+    )
     assert difference(masked, hooked, example) < 1e-12
 
 
@@ -105,7 +113,9 @@ def test_a_cut_model_is_exported_scripted_and_compiled(small: tuple[nn.Module, t
     exported = torch.export.export(model, (example,)).module()
     assert torch.allclose(exported(example), expected, atol=1e-6)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # torch.jit is on its way out, but users still have it
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # torch.jit is on its way out, but users still have it
         scripted, traced = torch.jit.script(model), torch.jit.trace(model, example)
     assert torch.allclose(scripted(example), expected, atol=1e-6)
     assert torch.allclose(traced(example), expected, atol=1e-6)

@@ -1,4 +1,6 @@
-"""Texts as calibration data: files of texts, tokens and their padding, the loss of language models, what signals see of tokens."""
+"""Texts as calibration data: files of texts, tokens and their padding, the loss of language models, what
+signals see of tokens.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,15 @@ from fairpruner.models.observing import LastInput
 CPU = torch.device("cpu")
 
 
-def by_letter(first: list[str], second: list[str] | None = None, *, max_length: int, **options: Any) -> dict[str, Tensor]:
+def by_letter(
+    first: list[str], second: list[str] | None = None, *, max_length: int, **options: Any
+) -> dict[str, Tensor]:
     """A tokenizer of letters: 0 is padding, on the right."""
     assert options == {"padding": True, "truncation": True, "return_tensors": "pt"}
     texts = [(a + b)[:max_length] for a, b in zip(first, second or [""] * len(first), strict=True)]
-    ids = nn.utils.rnn.pad_sequence([torch.tensor([ord(letter) for letter in text]) for text in texts], batch_first=True)
+    ids = nn.utils.rnn.pad_sequence(
+        [torch.tensor([ord(letter) for letter in text]) for text in texts], batch_first=True
+    )
     return {"input_ids": ids, "attention_mask": (ids > 0).long()}
 
 
@@ -59,8 +65,12 @@ def read(path: Path, columns: Columns, **options: Any) -> dict[str, int]:
     found = {}
     for batch in load_text(path, by_letter, Sampling(batch_size=2), columns, **options):
         assert batch["attention_mask"].equal((batch["input_ids"] > 0).long())
-        assert int(batch["attention_mask"].sum(1).max()) == batch["input_ids"].shape[1]  # no wider than its longest text
-        for ids, label in zip(batch["input_ids"], batch.get("labels", torch.full((len(batch["input_ids"]),), -1)), strict=True):
+        assert (
+            int(batch["attention_mask"].sum(1).max()) == batch["input_ids"].shape[1]
+        )  # no wider than its longest text
+        for ids, label in zip(
+            batch["input_ids"], batch.get("labels", torch.full((len(batch["input_ids"]),), -1)), strict=True
+        ):
             found["".join(chr(i) for i in ids if i)] = int(label)
     return found
 
@@ -77,12 +87,19 @@ def test_texts_and_their_classes(suffix: str, tmp_path: Path) -> None:
 
 
 def test_true_and_false_are_classes(tmp_path: Path) -> None:
-    assert read(write(tmp_path, ".jsonl", [{"text": "a", "same": True}, {"text": "b", "same": False}]), Columns(label="same")) == {"a": 1, "b": 0}
+    assert read(
+        write(tmp_path, ".jsonl", [{"text": "a", "same": True}, {"text": "b", "same": False}]),
+        Columns(label="same"),
+    ) == {"a": 1, "b": 0}
 
 
 def test_a_sample_is_even_over_the_classes(tmp_path: Path) -> None:
     path = write(tmp_path, ".csv", [{"text": "a" * (i + 1), "c": int(i > 7)} for i in range(10)])
-    labels = [int(label) for batch in load_text(path, by_letter, Sampling(samples=4), Columns(label="c")) for label in batch["labels"]]
+    labels = [
+        int(label)
+        for batch in load_text(path, by_letter, Sampling(samples=4), Columns(label="c"))
+        for label in batch["labels"]
+    ]
     assert sorted(labels) == [0, 0, 1, 1]
 
 
@@ -92,7 +109,11 @@ def test_a_sample_is_even_over_the_classes(tmp_path: Path) -> None:
         ('{"text": "a"}', Columns(label="lable"), "Unknown column of .*'lable'"),
         ('{"text": "a"}\n{"txt": "b"}', Columns(), "Unknown column of .* 'text': did you mean 'txt'"),
         ('{"text": 3}', Columns(), "Row 1 of .* has a int in column 'text', expected text"),
-        ('{"text": "a", "c": 0.5}', Columns(label="c"), "has the label 0.5 among others, expected whole numbers, or words"),
+        (
+            '{"text": "a", "c": 0.5}',
+            Columns(label="c"),
+            "has the label 0.5 among others, expected whole numbers, or words",
+        ),
         ('{"text": "a", "c": null}', Columns(label="c"), "has the label None"),
         ("{not json", Columns(), "cannot be read: "),
         ("", Columns(), "has 0 rows, expected at least one"),
@@ -139,22 +160,32 @@ def test_targets_by_hand() -> None:
     assert targets_of(right, whole).tolist() == [[6, 7, no], [9, no, no]]
     assert targets_of(left, whole).tolist() == [[6, 7, no], [no, 9, no]]
     assert targets_of(right, right["input_ids"]).tolist() == [[6, 7, no], [9, no, no]]
-    prompt = torch.tensor([[no, 6, 7], [8, 9, no]])  # the first token of the first text is given, not predicted
+    prompt = torch.tensor(
+        [[no, 6, 7], [8, 9, no]]
+    )  # the first token of the first text is given, not predicted
     assert targets_of(right, prompt).tolist() == [[6, 7, no], [9, no, no]]
     assert targets_of(right, torch.tensor([[no, no, 7], [8, 9, no]])).tolist() == [[no, 7, no], [9, no, no]]
-    in_place = torch.tensor([[1, 2, 3], [4, 5, 6]])  # other labels belong to the position itself; padding has none
+    in_place = torch.tensor(
+        [[1, 2, 3], [4, 5, 6]]
+    )  # other labels belong to the position itself; padding has none
     assert targets_of(right, in_place).tolist() == [[1, 2, 3], [4, 5, no]]
     assert targets_of(torch.zeros(2, 3), whole) is None
 
 
-@given(st.lists(st.lists(st.integers(1, 90), min_size=1, max_size=6), min_size=1, max_size=5), st.sampled_from(["left", "right"]))
+@given(
+    st.lists(st.lists(st.integers(1, 90), min_size=1, max_size=6), min_size=1, max_size=5),
+    st.sampled_from(["left", "right"]),
+)
 def test_every_token_but_the_first_is_predicted_once(texts: list[list[int]], side: str) -> None:
     batch = padded(texts, side)
     targets = targets_of(batch, torch.zeros(len(texts), dtype=torch.int64))
     assert [[t for t in row if t != IGNORED] for row in targets.tolist()] == [text[1:] for text in texts]
 
 
-TEXTS = [[int(i) for i in np.random.default_rng(length).integers(3, 90, length)] for length in (7, 4, 5, 2, 9, 3, 6, 8)]
+TEXTS = [
+    [int(i) for i in np.random.default_rng(length).integers(3, 90, length)]
+    for length in (7, 4, 5, 2, 9, 3, 6, 8)
+]
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -166,7 +197,10 @@ def test_the_default_loss_is_that_of_the_library(side: str) -> None:
         if side == "right":
             expected = model(**batch, labels=labels).loss
         else:  # the library also predicts the first token, from padding
-            shifted, valid = labels[:, 1:], batch["attention_mask"][:, :-1].bool() & batch["attention_mask"][:, 1:].bool()
+            shifted, valid = (
+                labels[:, 1:],
+                batch["attention_mask"][:, :-1].bool() & batch["attention_mask"][:, 1:].bool(),
+            )
             expected = F.cross_entropy(output.logits[:, :-1][valid], shifted[valid])
     for given_labels in (labels, None):
         item = batch if given_labels is None else {**batch, "labels": given_labels}
@@ -176,13 +210,19 @@ def test_the_default_loss_is_that_of_the_library(side: str) -> None:
 
 def test_labels_in_place_for_a_masked_language_model() -> None:
     transformers = pytest.importorskip("transformers")
-    config = transformers.BertConfig(vocab_size=99, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48)
+    config = transformers.BertConfig(
+        vocab_size=99, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48
+    )
     model, batch = transformers.BertForMaskedLM(config).eval(), padded(TEXTS)
-    labels = torch.where(torch.arange(9) % 3 == 1, batch["input_ids"], -100).masked_fill(batch["attention_mask"] == 0, -100)
+    labels = torch.where(torch.arange(9) % 3 == 1, batch["input_ids"], -100).masked_fill(
+        batch["attention_mask"] == 0, -100
+    )
     hidden = {**batch, "input_ids": torch.where(labels != -100, 1, batch["input_ids"])}
     with torch.no_grad():
         output, expected = model(**hidden), model(**hidden, labels=labels).loss
-    torch.testing.assert_close(mean_loss(None, output, next(read_batches([{**hidden, "labels": labels}], CPU))), expected)
+    torch.testing.assert_close(
+        mean_loss(None, output, next(read_batches([{**hidden, "labels": labels}], CPU))), expected
+    )
 
 
 def in_batches(size: int, side: str = "right") -> Iterator[dict[str, Tensor]]:
@@ -204,7 +244,9 @@ def test_scores_of_a_language_model_depend_neither_on_batches_nor_on_padding(fam
     spaces = fp.discover(model, {"input_ids": torch.tensor(TEXTS[:1])})
     alone = fp.score(model, list(in_batches(1)), spaces=spaces, **SIGNALS)
     assert alone.samples == len(TEXTS)
-    others = [("right", 3), ("right", 8)] + ([("left", 3)] if family == "llama" else [])  # GPT-2 counts positions from the left edge
+    others = [("right", 3), ("right", 8)] + (
+        [("left", 3)] if family == "llama" else []
+    )  # GPT-2 counts positions from the left edge
     for side, size in others:
         again = fp.score(model, list(in_batches(size, side)), spaces=spaces, **SIGNALS)
         for kind in ("removals", "protections"):
@@ -232,7 +274,9 @@ def test_taylor_of_a_language_model_against_autograd() -> None:
 def reads(model: nn.Module, batch: dict[str, Tensor], module: str) -> Tensor:
     """What a module is called with, [N, T, C]."""
     found = []
-    hook = model.get_submodule(module).register_forward_pre_hook(lambda _, args: found.append(args[0].detach()))
+    hook = model.get_submodule(module).register_forward_pre_hook(
+        lambda _, args: found.append(args[0].detach())
+    )
     with torch.no_grad():
         model.eval()(**batch)
     hook.remove()
@@ -240,7 +284,9 @@ def reads(model: nn.Module, batch: dict[str, Tensor], module: str) -> Tensor:
 
 
 def test_what_signals_see_of_texts_by_hand() -> None:
-    """`activation` is a mean over real tokens; `wasserstein` compares the mean over the real tokens of each text."""
+    """`activation` is a mean over real tokens; `wasserstein` compares the mean over the real tokens of
+    each text.
+    """
     model, batch = hugging_face("bert").double(), padded(TEXTS)
     labels = torch.arange(8) % 2
     spaces = fp.discover(model, {"input_ids": torch.tensor(TEXTS[:1])})
@@ -249,16 +295,22 @@ def test_what_signals_see_of_texts_by_hand() -> None:
     hidden = next(s.name for s in spaces if s.kind == "hidden" and s.size == 48)
     read_by = spaces[hidden].observed.tensor.removesuffix(".weight")
     states, real = reads(model, batch, read_by), batch["attention_mask"].bool()
-    np.testing.assert_allclose(scores.removals["activation"][hidden], states[real].abs().mean(0).numpy(), rtol=1e-9)
+    np.testing.assert_allclose(
+        scores.removals["activation"][hidden], states[real].abs().mean(0).numpy(), rtol=1e-9
+    )
     pooled = torch.stack([states[i][real[i]].mean(0) for i in range(8)])  # [N, J]
     first, second = pooled[labels == 0].sort(0).values, pooled[labels == 1].sort(0).values
-    np.testing.assert_allclose(scores.removals["wasserstein"][hidden], (first - second).abs().mean(0).numpy(), rtol=1e-9)
+    np.testing.assert_allclose(
+        scores.removals["wasserstein"][hidden], (first - second).abs().mean(0).numpy(), rtol=1e-9
+    )
 
 
 def test_wasserstein_of_heads_takes_texts_of_any_length_and_groups_of_classes() -> None:
     model = hugging_face("llama").double()
     data = [{**batch, "labels": torch.arange(len(batch["input_ids"])) % 4} for batch in in_batches(4)]
-    scores = fp.score(model, data, removal="wasserstein")  # classes for the removal signal, next tokens for the loss
+    scores = fp.score(
+        model, data, removal="wasserstein"
+    )  # classes for the removal signal, next tokens for the loss
     grouped = fp.score(model, data, removal="wasserstein", groups=2)
     for by_space in (scores.removal, grouped.removal):
         assert all((values > 0).all() for values in by_space.values())
@@ -266,12 +318,17 @@ def test_wasserstein_of_heads_takes_texts_of_any_length_and_groups_of_classes() 
 
 
 def test_grouping_classes_sees_no_padding() -> None:
-    """Two texts of each class; classes 0 and 1 share one, so do 2 and 3: whatever the padding, these are the groups."""
+    """Two texts of each class; classes 0 and 1 share one, so do 2 and 3: whatever the padding, these are
+    the groups.
+    """
     model = hugging_face("llama").double()
     texts = [TEXTS[0], TEXTS[0], TEXTS[3], TEXTS[3]]
     labels = torch.arange(4)
     apart = [{**padded([text]), "labels": labels[i : i + 1]} for i, text in enumerate(texts)]
-    together = [{**padded([*texts[:1], *texts[2:], TEXTS[4]]), "labels": torch.tensor([0, 2, 3, 3])}, {**padded(texts[1:2]), "labels": labels[1:2]}]
+    together = [
+        {**padded([*texts[:1], *texts[2:], TEXTS[4]]), "labels": torch.tensor([0, 2, 3, 3])},
+        {**padded(texts[1:2]), "labels": labels[1:2]},
+    ]
     spaces = fp.discover(model, padded(TEXTS[:1]))
     for data in (apart, together):
         scores = fp.score(model, data, spaces=spaces, removal="wasserstein", groups=2)
@@ -281,13 +338,22 @@ def test_grouping_classes_sees_no_padding() -> None:
         model(**padded(texts))
     with LastInput() as alone, torch.no_grad():
         model(**padded(texts[2:]))
-    torch.testing.assert_close(last.features(4, real)[2:], alone.features(2, torch.ones(2, 2, dtype=torch.bool)), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(
+        last.features(4, real)[2:],
+        alone.features(2, torch.ones(2, 2, dtype=torch.bool)),
+        rtol=1e-5,
+        atol=1e-7,
+    )
 
 
 def test_wasserstein_without_classes_says_what_to_do() -> None:
     model = hugging_face("llama")
     with pytest.raises(
-        fp.FairprunerError, match=r"'wasserstein' compares classes, and batch 0 has none: its labels are int64\[8, 9\].*activation, reconstruction, l2"
+        fp.FairprunerError,
+        match=(
+            r"'wasserstein' compares classes, and batch 0 has none: its labels are int64\[8, 9\].*activation,"
+            r" reconstruction, l2"
+        ),
     ):
         fp.score(model, [padded(TEXTS)], removal="wasserstein")
 
@@ -303,7 +369,10 @@ def test_an_encoder_decoder_has_two_paddings() -> None:
     spaces = fp.discover(model, {k: v[:1] for k, v in whole.items() if k != "labels"})
     singles = []
     for i in range(4):
-        part = {**padded(TEXTS[i : i + 1]), **{f"decoder_{k}": v for k, v in padded(TEXTS[4 + i : 5 + i]).items()}}
+        part = {
+            **padded(TEXTS[i : i + 1]),
+            **{f"decoder_{k}": v for k, v in padded(TEXTS[4 + i : 5 + i]).items()},
+        }
         singles.append({**part, "labels": part["decoder_input_ids"]})
     one, each = (fp.score(model, data, spaces=spaces, removal=["activation"]) for data in ([whole], singles))
     for name in spaces.names:

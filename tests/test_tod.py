@@ -13,7 +13,9 @@ from fairpruner.errors import FairprunerError
 HUNDREDTHS = [round(k / 100, 2) for k in range(100)]
 
 # Few distinct values, so that most examples have ties.
-score_pairs = st.integers(1, 12).flatmap(lambda size: st.tuples(*[st.lists(st.integers(-2, 3), min_size=size, max_size=size)] * 2))
+score_pairs = st.integers(1, 12).flatmap(
+    lambda size: st.tuples(*[st.lists(st.integers(-2, 3), min_size=size, max_size=size)] * 2)
+)
 
 
 def overlaps_by_sets(removal: list[int], protection: list[int]) -> list[int]:
@@ -52,7 +54,10 @@ def test_ties_go_by_index_in_a_large_space() -> None:
 @given(score_pairs)
 def test_only_the_two_rankings_matter(pair: tuple[list[int], list[int]]) -> None:
     removal, protection = (np.array(values, dtype=float) for values in pair)
-    assert (conflict_curve(np.exp(removal), 1e6 * protection + 3).overlaps == conflict_curve(removal, protection).overlaps).all()
+    assert (
+        conflict_curve(np.exp(removal), 1e6 * protection + 3).overlaps
+        == conflict_curve(removal, protection).overlaps
+    ).all()
 
 
 def test_quotients_compare_like_fractions_and_floors_of_products_do_not() -> None:
@@ -70,11 +75,15 @@ def test_depth_is_the_largest_feasible_in_exact_arithmetic(size: int) -> None:
     for curve in curves_of_all_rankings(size):
         for alpha in HUNDREDTHS:
             tolerance = Fraction(str(alpha))
-            assert curve.depth(alpha) == max(m for m, o in enumerate(curve.overlaps.tolist()) if o <= tolerance * m)
+            assert curve.depth(alpha) == max(
+                m for m, o in enumerate(curve.overlaps.tolist()) if o <= tolerance * m
+            )
 
 
 @given(score_pairs, st.sampled_from(HUNDREDTHS), st.sampled_from(HUNDREDTHS))
-def test_depth_never_falls_as_the_tolerance_rises(pair: tuple[list[int], list[int]], one: float, other: float) -> None:
+def test_depth_never_falls_as_the_tolerance_rises(
+    pair: tuple[list[int], list[int]], one: float, other: float
+) -> None:
     curve = conflict_curve(*pair)
     assert curve.depth(min(one, other)) <= curve.depth(max(one, other))
 
@@ -94,25 +103,35 @@ def test_alignment_reaches_the_feasibility_limit_and_opposition_nothing(size: in
 def test_random_rankings_overlap_hypergeometrically_with_mean_tod_m_over_j(size: int) -> None:
     overlaps = np.array([curve.overlaps for curve in curves_of_all_rankings(size)])  # [size!, size + 1]
     for m in range(1, size + 1):
-        expected = [Fraction(comb(m, h) * comb(size - m, m - h), comb(size, m)) * len(overlaps) for h in range(m + 1)]
+        expected = [
+            Fraction(comb(m, h) * comb(size - m, m - h), comb(size, m)) * len(overlaps) for h in range(m + 1)
+        ]
         assert np.bincount(overlaps[:, m], minlength=m + 1).tolist() == expected
         assert Fraction(int(overlaps[:, m].sum()), len(overlaps) * m) == Fraction(m, size)
 
 
 def test_a_curve_with_less_conflict_everywhere_removes_a_larger_share() -> None:
-    curves = {tuple(curve.overlaps.tolist()): curve for size in range(1, 6) for curve in curves_of_all_rankings(size)}.values()
+    curves = {
+        tuple(curve.overlaps.tolist()): curve
+        for size in range(1, 6)
+        for curve in curves_of_all_rankings(size)
+    }.values()
     grid = np.arange(61)  # x in sixtieths: every step of curves of up to 5 units falls on it
 
     def on_grid(curve: ConflictCurve) -> np.ndarray:
         return curve.tod[-(-grid * (curve.overlaps.size - 1) // 60)]  # ToD(ceil(x J))
 
     sampled = [(curve, on_grid(curve)) for curve in curves]
-    ordered = [(a, b) for a, below in sampled for b, above in sampled if a is not b and (below <= above).all()]
+    ordered = [
+        (a, b) for a, below in sampled for b, above in sampled if a is not b and (below <= above).all()
+    ]
     assert len(ordered) > 100
     for calmer, harsher in ordered:
         for alpha in np.unique(np.concatenate([calmer.tod, harsher.tod])):
             if alpha < 1:
-                assert Fraction(calmer.depth(alpha), calmer.overlaps.size - 1) >= Fraction(harsher.depth(alpha), harsher.overlaps.size - 1)
+                assert Fraction(calmer.depth(alpha), calmer.overlaps.size - 1) >= Fraction(
+                    harsher.depth(alpha), harsher.overlaps.size - 1
+                )
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,9 @@ def test_hugging_face(family: str) -> None:
     spaces = fp.discover(model, example)
     assert {"head", "hidden"} <= {s.kind for s in spaces}
     blocks = 2 * (2 if family == "clip" else 1)
-    assert sum(s.kind == "hidden" and s.size in (48, 128) for s in spaces) == (4 if family == "t5" else blocks)
+    assert sum(s.kind == "hidden" and s.size in (48, 128) for s in spaces) == (
+        4 if family == "t5" else blocks
+    )
     for seed, share in enumerate((0.3, 0.8)):
         check_cut(model, example, spaces, some_units(spaces, share, seed))
 
@@ -41,7 +43,11 @@ def test_timm(name: str) -> None:
         warnings.simplefilter("ignore")
         model = with_lively_weights(timm.create_model(name, **options))
     example = torch.randn(1, 3, size, size, dtype=torch.float64)
-    if name == "convnextv2_atto":  # its global response norm divides by a mean over all hidden units: removing one changes the others
+    if (
+        name == "convnextv2_atto"
+        # its global response norm divides by a mean over all hidden units: removing one changes the
+        # others
+    ):
         with pytest.raises(fp.FairprunerError, match="nothing to prune"):
             fp.discover(model, example)
         return
@@ -57,7 +63,10 @@ def test_timm(name: str) -> None:
 @pytest.mark.parametrize("name", ["VisionTransformer", "SwinTransformer"])
 def test_torchvision_transformers(name: str) -> None:
     models = pytest.importorskip("torchvision.models")
-    arguments, size = {"VisionTransformer": ((32, 8, 2, 4, 32, 64), 32), "SwinTransformer": (([4, 4], 24, [2, 2], [3, 6], [4, 4]), 64)}[name]
+    arguments, size = {
+        "VisionTransformer": ((32, 8, 2, 4, 32, 64), 32),
+        "SwinTransformer": (([4, 4], 24, [2, 2], [3, 6], [4, 4]), 64),
+    }[name]
     model = with_lively_weights(getattr(models, name)(*arguments))
     example = torch.randn(1, 3, size, size, dtype=torch.float64)
     spaces = fp.discover(model, example)
@@ -88,7 +97,10 @@ def test_a_cut_language_model_generates_with_its_cache(family: str) -> None:
     options = {"max_new_tokens": 8, "do_sample": False, "min_new_tokens": 8}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        cached, plain, full = (m.generate(**prompt, **options, use_cache=c) for m, c in ((small, True), (small, False), (masked, True)))
+        cached, plain, full = (
+            m.generate(**prompt, **options, use_cache=c)
+            for m, c in ((small, True), (small, False), (masked, True))
+        )
     assert torch.equal(cached, plain)
     assert torch.equal(cached, full)
 
@@ -114,7 +126,9 @@ def test_attention_implementations_agree() -> None:
     small = fp.cut(eager, plan)
     fast = copy.deepcopy(small)
     fast.set_attn_implementation("sdpa")
-    assert difference(small, fast, doubled(example)) < 1e-6  # transformers' eager attention takes its softmax in float32
+    assert (
+        difference(small, fast, doubled(example)) < 1e-6
+    )  # transformers' eager attention takes its softmax in float32
 
 
 def test_one_budget_over_heads_and_hidden_units_with_limits_for_each_kind() -> None:

@@ -1,4 +1,6 @@
-"""The Wasserstein signals against scipy and plain loops, and the bounded summary against the exact distance."""
+"""The Wasserstein signals against scipy and plain loops, and the bounded summary against the exact
+distance.
+"""
 
 from __future__ import annotations
 
@@ -23,18 +25,34 @@ from fairpruner.scoring.signals.wasserstein import SMALLEST, STATE_BYTES, capaci
 UNITS = 4
 
 
-def measure(activation: Tensor, labels: Tensor, *, signal: Wasserstein | None = None, batch: int | None = None, classes: int = 3, seed: int = 0) -> Reading:
-    """What a signal reads from activations [N, J, F] shown in batches; `classes` decides how many samples are kept."""
+def measure(
+    activation: Tensor,
+    labels: Tensor,
+    *,
+    signal: Wasserstein | None = None,
+    batch: int | None = None,
+    classes: int = 3,
+    seed: int = 0,
+) -> Reading:
+    """What a signal reads from activations [N, J, F] shown in batches; `classes` decides how many samples
+    are kept.
+    """
     model = nn.Linear(1, activation.shape[1], dtype=activation.dtype)
     spaces = spaces_of(model, space("s", activation.shape[1], ("weight", 0, "write")))
     meter = (signal or Wasserstein()).start(Task(model, spaces, "removal", classes, seed))
-    for part, own in zip(activation.split(batch or len(labels)), labels.split(batch or len(labels)), strict=True):
+    for part, own in zip(
+        activation.split(batch or len(labels)), labels.split(batch or len(labels)), strict=True
+    ):
         meter.see_activation(spaces["s"], part, own)
     return meter.read()
 
 
-def draw(counts: Sequence[int], features: int, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    """Activations [N, J, F] of classes of these sizes, each with its own shift and spread, in random order."""
+def draw(
+    counts: Sequence[int], features: int, *, seed: int = 0, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor]:
+    """Activations [N, J, F] of classes of these sizes, each with its own shift and spread, in random
+    order.
+    """
     rng = np.random.default_rng(seed)
     labels = rng.permutation(np.repeat(np.arange(len(counts)), counts))
     values = rng.normal(size=(labels.size, UNITS, features)) * (1 + 0.3 * labels[:, None, None])
@@ -48,7 +66,10 @@ def sliced(activation: Tensor, labels: Tensor, directions: Floats) -> Floats:
     scores = np.zeros(values.shape[1])
     for unit in range(values.shape[1]):
         for a, b in combinations(np.unique(classes), 2):
-            of_a, of_b = values[classes == a, unit] @ directions, values[classes == b, unit] @ directions  # [n, P]
+            of_a, of_b = (
+                values[classes == a, unit] @ directions,
+                values[classes == b, unit] @ directions,
+            )  # [n, P]
             mean = np.mean([wasserstein_distance(of_a[:, p], of_b[:, p]) for p in range(directions.shape[1])])
             scores[unit] = max(scores[unit], mean)
     return scores
@@ -56,13 +77,17 @@ def sliced(activation: Tensor, labels: Tensor, directions: Floats) -> Floats:
 
 @given(st.lists(st.lists(st.floats(-100, 100), min_size=1, max_size=12), min_size=2, max_size=5))
 def test_the_diameter_of_quantile_points_is_the_largest_w1(classes: list[list[float]]) -> None:
-    points = quantile_points([torch.tensor([sorted(values)], dtype=torch.float64) for values in classes], projections=1)
+    points = quantile_points(
+        [torch.tensor([sorted(values)], dtype=torch.float64) for values in classes], projections=1
+    )
     expected = max(wasserstein_distance(a, b) for a, b in combinations(classes, 2))
     assert diameter(points).item() == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
 @given(count=st.integers(2, 70), size=st.integers(1, 9), pair=st.data())
-def test_the_diameter_finds_the_farthest_pair_wherever_it_stands(count: int, size: int, pair: st.DataObject) -> None:
+def test_the_diameter_finds_the_farthest_pair_wherever_it_stands(
+    count: int, size: int, pair: st.DataObject
+) -> None:
     """Few and many points in few and many dimensions: all three rules."""
     points = torch.rand(3, count, size, dtype=torch.float64, generator=torch.Generator().manual_seed(count))
     first, second = pair.draw(st.lists(st.integers(0, count - 1), min_size=2, max_size=2, unique=True))
@@ -75,7 +100,9 @@ def test_the_diameter_finds_the_farthest_pair_wherever_it_stands(count: int, siz
 
 def test_spaces_get_directions_of_their_own() -> None:
     model = nn.Linear(1, UNITS)
-    spaces = spaces_of(model, space("a", UNITS, ("weight", 0, "write")), space("b", UNITS, ("weight", 0, "write")))
+    spaces = spaces_of(
+        model, space("a", UNITS, ("weight", 0, "write")), space("b", UNITS, ("weight", 0, "write"))
+    )
     meter = Wasserstein(projections=3).start(Task(model, spaces, "removal", 2, 0))
     activation, labels = draw((10, 10), 6)
     for one in spaces:
@@ -89,23 +116,34 @@ def test_unequal_class_sizes_are_exact() -> None:
     few, many = rng.normal(size=3), rng.normal(2, 3, size=32)
     activation = torch.from_numpy(np.concatenate([few, many]))[:, None, None]
     labels = torch.tensor([0] * 3 + [1] * 32)
-    assert measure(activation, labels).scores["s"][0] == pytest.approx(wasserstein_distance(few, many), rel=1e-12)
+    assert measure(activation, labels).scores["s"][0] == pytest.approx(
+        wasserstein_distance(few, many), rel=1e-12
+    )
 
 
-@pytest.mark.parametrize(("counts", "features"), [((20, 20, 20), 1), ((3, 32, 17), 1), ((20, 20, 20), 9), ((1, 30, 7), 9)])
+@pytest.mark.parametrize(
+    ("counts", "features"), [((20, 20, 20), 1), ((3, 32, 17), 1), ((20, 20, 20), 9), ((1, 30, 7), 9)]
+)
 def test_algorithm_1(counts: tuple[int, ...], features: int) -> None:
     activation, labels = draw(counts, features)
     signal = Wasserstein(projections=5)
-    directions = signal.directions(features, 5, (7, 0))  # seeded by the seed and the position of the space
+    # seeded by the seed and the position of the space
+    directions = signal.directions(features, 5, (7, 0))
     assert directions.shape == (features, 5 if features > 1 else 1)
     assert np.linalg.norm(directions, axis=0) == pytest.approx(1)
-    np.testing.assert_allclose(measure(activation, labels, signal=signal, seed=7).scores["s"], sliced(activation, labels, directions), rtol=1e-10)
+    np.testing.assert_allclose(
+        measure(activation, labels, signal=signal, seed=7).scores["s"],
+        sliced(activation, labels, directions),
+        rtol=1e-10,
+    )
 
 
 def test_pooled_is_the_w1_of_the_means() -> None:
     activation, labels = draw((10, 20, 30), 6)
     expected = sliced(activation.mean(2, keepdim=True), labels, np.ones((1, 1)))
-    np.testing.assert_allclose(measure(activation, labels, signal=WassersteinPooled()).scores["s"], expected, rtol=1e-10)
+    np.testing.assert_allclose(
+        measure(activation, labels, signal=WassersteinPooled()).scores["s"], expected, rtol=1e-10
+    )
 
 
 def test_halves_are_the_even_and_odd_samples_of_each_class() -> None:
@@ -116,7 +154,9 @@ def test_halves_are_the_even_and_odd_samples_of_each_class() -> None:
     halves = measure(activation, labels).halves["s"]
     for parity in (0, 1):
         own = place % 2 == parity
-        np.testing.assert_allclose(halves[parity], sliced(activation[own], labels[own], np.ones((1, 1))), rtol=1e-10)
+        np.testing.assert_allclose(
+            halves[parity], sliced(activation[own], labels[own], np.ones((1, 1))), rtol=1e-10
+        )
 
 
 def test_a_single_sample_is_a_class_but_gives_no_second_half() -> None:
@@ -160,7 +200,10 @@ def test_order_makes_no_difference_while_samples_are_kept_and_little_afterwards(
     activation, labels = draw((40, 70, 33), 5)
     order = torch.randperm(len(labels))
     for classes, tolerance in ((3, 1e-9), (200, 0.1)):
-        before, after = (measure(activation[o], labels[o], classes=classes).scores["s"] for o in (torch.arange(len(labels)), order))
+        before, after = (
+            measure(activation[o], labels[o], classes=classes).scores["s"]
+            for o in (torch.arange(len(labels)), order)
+        )
         np.testing.assert_allclose(after, before, rtol=tolerance)
 
 
@@ -174,7 +217,9 @@ def test_permuted_units_get_permuted_scores() -> None:
 
 def test_low_precision_activations_are_measured_in_single_precision() -> None:
     activation, labels = draw((20, 20), 5, dtype=torch.bfloat16)
-    np.testing.assert_allclose(measure(activation, labels).scores["s"], measure(activation.double(), labels).scores["s"], rtol=1e-5)
+    np.testing.assert_allclose(
+        measure(activation, labels).scores["s"], measure(activation.double(), labels).scores["s"], rtol=1e-5
+    )
 
 
 # Beyond M samples of a class
@@ -187,7 +232,9 @@ def summary(values: Floats, kept: int) -> ClassQuantiles:
 
 
 def test_mean_order_statistics_by_hand() -> None:
-    """M = 4: the first four are folded into even (1, 3) and odd (2, 8); two more are left over, one to each half."""
+    """M = 4: the first four are folded into even (1, 3) and odd (2, 8); two more are left over, one to
+    each half.
+    """
     one = summary(np.array([3.0, 8.0, 1.0, 2.0, 10.0, 20.0]), 4)
     whole, even, odd = one.steps(slice(0, 1))
     assert one.cells == (2, 2, 2)
@@ -219,7 +266,12 @@ def test_the_summary_is_close_to_the_exact_distance(kept: int, tolerance: float)
     """What the module promises, on classes that differ by shift, by spread and by shape."""
     rng = np.random.default_rng(0)
     base = rng.normal(size=3000)
-    for other in (rng.normal(0.5, 1, 3000), rng.normal(0, 2, 3000), rng.exponential(size=3000), np.maximum(rng.normal(size=3000), 0)):
+    for other in (
+        rng.normal(0.5, 1, 3000),
+        rng.normal(0, 2, 3000),
+        rng.exponential(size=3000),
+        np.maximum(rng.normal(size=3000), 0),
+    ):
         points = quantile_points([summary(v, kept).steps(slice(0, 1)).whole for v in (base, other)], 1)
         assert diameter(points).item() == pytest.approx(wasserstein_distance(base, other), rel=tolerance)
 
@@ -250,7 +302,12 @@ def test_cell_averages_keep_the_integral(cells: int, onto: int) -> None:
     assert matrix.sum(1).tolist() == pytest.approx([onto / cells] * cells)
 
 
-@given(units=st.integers(1, 200_000), classes=st.integers(2, 5000), projections=st.integers(1, 256), itemsize=st.sampled_from([4, 8]))
+@given(
+    units=st.integers(1, 200_000),
+    classes=st.integers(2, 5000),
+    projections=st.integers(1, 256),
+    itemsize=st.sampled_from([4, 8]),
+)
 def test_the_state_fits_its_budget(units: int, classes: int, projections: int, itemsize: int) -> None:
     kept, used = capacity(units, classes, projections, itemsize)
     assert SMALLEST <= kept <= 256

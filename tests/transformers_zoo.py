@@ -18,9 +18,23 @@ def pixels() -> dict[str, torch.Tensor]:
     return {"pixel_values": torch.randn(2, 3, 32, 32, dtype=torch.float64)}
 
 
-TEXT = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "max_position_embeddings": 64}
+TEXT = {
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+}
 DECODER = {**TEXT, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-VISION = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "image_size": 32, "patch_size": 8}
+VISION = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "image_size": 32,
+    "patch_size": 8,
+}
 
 # family -> (class, configuration class, options, example)
 HUGGING_FACE: dict[str, tuple[str, str, dict[str, Any], Callable[[], dict[str, torch.Tensor]]]] = {
@@ -37,7 +51,15 @@ HUGGING_FACE: dict[str, tuple[str, str, dict[str, Any], Callable[[], dict[str, t
     "gpt2": (
         "GPT2LMHeadModel",
         "GPT2Config",
-        {"vocab_size": 99, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 1, "eos_token_id": 2},
+        {
+            "vocab_size": 99,
+            "n_embd": 32,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 64,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
         tokens,
     ),
     "llama": ("LlamaForCausalLM", "LlamaConfig", DECODER, tokens),
@@ -86,7 +108,11 @@ HUGGING_FACE: dict[str, tuple[str, str, dict[str, Any], Callable[[], dict[str, t
     "clip": (
         "CLIPModel",
         "CLIPConfig",
-        {"text_config": {**TEXT, "bos_token_id": 1, "eos_token_id": 2}, "vision_config": VISION, "projection_dim": 16},
+        {
+            "text_config": {**TEXT, "bos_token_id": 1, "eos_token_id": 2},
+            "vision_config": VISION,
+            "projection_dim": 16,
+        },
         lambda: {**tokens(), **pixels()},
     ),
 }
@@ -104,9 +130,15 @@ TIMM: dict[str, tuple[dict[str, Any], int]] = {
     "deit_tiny_patch16_224": ({"img_size": 64, "depth": 2}, 64),
     "deit_small_patch16_224": ({"img_size": 32, "depth": 2}, 32),
     "deit_base_patch16_224": ({"img_size": 32, "depth": 1}, 32),
-    "vit_tiny_patch16_224": ({"img_size": 64, "depth": 2, "global_pool": "avg", "qk_norm": True, "init_values": 0.1}, 64),
+    "vit_tiny_patch16_224": (
+        {"img_size": 64, "depth": 2, "global_pool": "avg", "qk_norm": True, "init_values": 0.1},
+        64,
+    ),
     "vit_small_patch16_rope_224": ({"img_size": 64, "depth": 2}, 64),
-    "swin_tiny_patch4_window7_224": ({"img_size": 56, "depths": (2, 2), "num_heads": (3, 6), "embed_dim": 24}, 56),
+    "swin_tiny_patch4_window7_224": (
+        {"img_size": 56, "depths": (2, 2), "num_heads": (3, 6), "embed_dim": 24},
+        56,
+    ),
     "convnext_tiny": ({"depths": (1, 1, 1, 1), "dims": (12, 24, 36, 48)}, 64),
     "convnextv2_atto": ({"depths": (1, 1, 1, 1)}, 64),
     "mixer_s32_224": ({"img_size": 64}, 64),
@@ -117,6 +149,8 @@ TIMM: dict[str, tuple[dict[str, Any], int]] = {
     "beit_base_patch16_224": ({"img_size": 64, "depth": 2, "embed_dim": 48, "num_heads": 4}, 64),
 }
 
-# Families whose attention reshapes to the width of its input, read from a tensor: their heads cannot go, and are left out.
+# Families whose attention reshapes to the width of its input, read from a tensor: their heads cannot go,
+# and
+# are left out.
 HEADS_FIXED = {"eva02_tiny_patch14_224", "beit_base_patch16_224"}
 WITHOUT_HEADS = {"convnext_tiny", "mixer_s32_224"}

@@ -8,14 +8,20 @@ from torch import nn
 
 
 def conv_bn(inputs: int, outputs: int, kernel: int = 3, **options: int) -> nn.Sequential:
-    return nn.Sequential(nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, bias=False, **options), nn.BatchNorm2d(outputs), nn.ReLU())
+    return nn.Sequential(
+        nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, bias=False, **options),
+        nn.BatchNorm2d(outputs),
+        nn.ReLU(),
+    )
 
 
 # ── CIFAR residual networks ─────────────────────────────────────────────────────────────────────
 
 
 class CifarBlock(nn.Module):
-    """Two 3x3 convolutions; where the width changes, a shortcut that pads (option A) or projects (option B)."""
+    """Two 3x3 convolutions; where the width changes, a shortcut that pads (option A) or projects (option
+    B).
+    """
 
     def __init__(self, inputs: int, width: int, stride: int, option: str) -> None:
         super().__init__()
@@ -24,7 +30,11 @@ class CifarBlock(nn.Module):
         self.conv2 = nn.Conv2d(width, width, 3, 1, 1, bias=False)
         self.bn2 = nn.BatchNorm2d(width)
         self.pad = (width - inputs) // 2 if stride != 1 and option == "A" else 0
-        self.project = nn.Sequential(nn.Conv2d(inputs, width, 1, stride, bias=False), nn.BatchNorm2d(width)) if stride != 1 and option == "B" else nn.Identity()
+        self.project = (
+            nn.Sequential(nn.Conv2d(inputs, width, 1, stride, bias=False), nn.BatchNorm2d(width))
+            if stride != 1 and option == "B"
+            else nn.Identity()
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
@@ -35,7 +45,9 @@ class CifarBlock(nn.Module):
 class CifarResNet(nn.Module):
     """He et al.'s network for 32x32 images: depth 6n + 2."""
 
-    def __init__(self, blocks: int = 9, option: str = "A", widths: tuple[int, int, int] = (16, 32, 64)) -> None:
+    def __init__(
+        self, blocks: int = 9, option: str = "A", widths: tuple[int, int, int] = (16, 32, 64)
+    ) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(3, widths[0], 3, 1, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(widths[0])
@@ -61,8 +73,14 @@ class DenseLayer(nn.Module):
     def __init__(self, inputs: int, growth: int, bottleneck: bool) -> None:
         super().__init__()
         middle = 4 * growth if bottleneck else inputs
-        self.squeeze = nn.Sequential(nn.BatchNorm2d(inputs), nn.ReLU(), nn.Conv2d(inputs, middle, 1, bias=False)) if bottleneck else nn.Identity()
-        self.grow = nn.Sequential(nn.BatchNorm2d(middle), nn.ReLU(), nn.Conv2d(middle, growth, 3, padding=1, bias=False))
+        self.squeeze = (
+            nn.Sequential(nn.BatchNorm2d(inputs), nn.ReLU(), nn.Conv2d(inputs, middle, 1, bias=False))
+            if bottleneck
+            else nn.Identity()
+        )
+        self.grow = nn.Sequential(
+            nn.BatchNorm2d(middle), nn.ReLU(), nn.Conv2d(middle, growth, 3, padding=1, bias=False)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat([x, self.grow(self.squeeze(x))], 1)
@@ -81,9 +99,16 @@ class CifarDenseNet(nn.Module):
                 width += growth
             if block < 2:
                 after = width // 2 if bottleneck else width
-                parts += [nn.BatchNorm2d(width), nn.ReLU(), nn.Conv2d(width, after, 1, bias=False), nn.AvgPool2d(2)]
+                parts += [
+                    nn.BatchNorm2d(width),
+                    nn.ReLU(),
+                    nn.Conv2d(width, after, 1, bias=False),
+                    nn.AvgPool2d(2),
+                ]
                 width = after
-        self.features = nn.Sequential(*parts, nn.BatchNorm2d(width), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        self.features = nn.Sequential(
+            *parts, nn.BatchNorm2d(width), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+        )
         self.classifier = nn.Linear(width, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -101,11 +126,22 @@ class UNet(nn.Module):
 
         def block(inputs: int, outputs: int) -> nn.Sequential:
             return nn.Sequential(
-                nn.Conv2d(inputs, outputs, 3, padding=1), nn.GroupNorm(4, outputs), nn.SiLU(), nn.Conv2d(outputs, outputs, 3, padding=1), nn.ReLU()
+                nn.Conv2d(inputs, outputs, 3, padding=1),
+                nn.GroupNorm(4, outputs),
+                nn.SiLU(),
+                nn.Conv2d(outputs, outputs, 3, padding=1),
+                nn.ReLU(),
             )
 
-        self.down1, self.down2, self.bottom = block(3, width), block(width, 2 * width), block(2 * width, 4 * width)
-        self.up2, self.up1 = nn.ConvTranspose2d(4 * width, 2 * width, 2, 2), nn.ConvTranspose2d(2 * width, width, 2, 2)
+        self.down1, self.down2, self.bottom = (
+            block(3, width),
+            block(width, 2 * width),
+            block(2 * width, 4 * width),
+        )
+        self.up2, self.up1 = (
+            nn.ConvTranspose2d(4 * width, 2 * width, 2, 2),
+            nn.ConvTranspose2d(2 * width, width, 2, 2),
+        )
         self.join2, self.join1 = block(4 * width, 2 * width), block(2 * width, width)
         self.out = nn.Conv2d(width, 2, 1)
 
@@ -146,7 +182,11 @@ class Shared(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.body, self.norm = nn.Conv2d(3, 10, 3, padding=1), nn.Conv2d(10, 10, 3, padding=1), nn.BatchNorm2d(10)
+        self.stem, self.body, self.norm = (
+            nn.Conv2d(3, 10, 3, padding=1),
+            nn.Conv2d(10, 10, 3, padding=1),
+            nn.BatchNorm2d(10),
+        )
         self.head = nn.Linear(10, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -161,7 +201,11 @@ class SplitConcat(nn.Module):
 
     def __init__(self, width: int = 12) -> None:
         super().__init__()
-        self.enter, self.inner, self.leave = conv_bn(3, width, 1), conv_bn(width // 2, width // 2), conv_bn(3 * width // 2, width, 1)
+        self.enter, self.inner, self.leave = (
+            conv_bn(3, width, 1),
+            conv_bn(width // 2, width // 2),
+            conv_bn(3 * width // 2, width, 1),
+        )
         self.head = nn.Linear(width * 16, 7)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -176,7 +220,10 @@ class Shuffle(nn.Module):
     def __init__(self, width: int = 16, groups: int = 4) -> None:
         super().__init__()
         self.groups = groups
-        self.one, self.two = nn.Conv2d(3, width, 3, padding=1), nn.Conv2d(width, width, 3, padding=1, groups=groups)
+        self.one, self.two = (
+            nn.Conv2d(3, width, 3, padding=1),
+            nn.Conv2d(width, width, 3, padding=1, groups=groups),
+        )
         self.three, self.head = nn.Conv2d(width, 8, 1), nn.Linear(8, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -213,7 +260,11 @@ class FixedSize(nn.Module):
 class PixelShuffler(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two, self.three = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(4, 6, 3, padding=1), nn.Conv2d(6, 3, 3, padding=1)
+        self.one, self.two, self.three = (
+            nn.Conv2d(3, 16, 3, padding=1),
+            nn.Conv2d(4, 6, 3, padding=1),
+            nn.Conv2d(6, 3, 3, padding=1),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.three(F.relu(self.two(F.pixel_shuffle(F.relu(self.one(x)), 2))))
@@ -224,7 +275,16 @@ def mlp() -> nn.Module:
 
 
 def conv_flatten() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Conv2d(6, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 16, 10), nn.ReLU(), nn.Linear(10, 4))
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 3),
+        nn.ReLU(),
+        nn.Conv2d(6, 8, 3),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(8 * 16, 10),
+        nn.ReLU(),
+        nn.Linear(10, 4),
+    )
 
 
 def conv1d() -> nn.Module:
@@ -243,7 +303,15 @@ def conv1d() -> nn.Module:
 
 def conv3d() -> nn.Module:
     return nn.Sequential(
-        nn.Conv3d(2, 8, 3), nn.BatchNorm3d(8), nn.ReLU(), nn.MaxPool3d(2), nn.Conv3d(8, 6, 2), nn.ReLU(), nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(6, 2)
+        nn.Conv3d(2, 8, 3),
+        nn.BatchNorm3d(8),
+        nn.ReLU(),
+        nn.MaxPool3d(2),
+        nn.Conv3d(8, 6, 2),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool3d(1),
+        nn.Flatten(),
+        nn.Linear(6, 2),
     )
 
 
@@ -269,7 +337,14 @@ def grouped() -> nn.Module:
 
 
 def squeeze_excite() -> nn.Module:
-    return nn.Sequential(conv_bn(3, 16), SqueezeExcite(16), conv_bn(16, 8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3))
+    return nn.Sequential(
+        conv_bn(3, 16),
+        SqueezeExcite(16),
+        conv_bn(16, 8),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8, 3),
+    )
 
 
 IMAGE = (2, 3, 16, 16)

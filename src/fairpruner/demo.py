@@ -28,7 +28,12 @@ from fairpruner.scoring.score import score
 from fairpruner.surgery import cut
 
 BUDGETS = (0.75, 0.25)  # other shares of the FLOPs, to show that they come for free
-DATA, WEIGHTS, SCORES, PRUNED = "digits.npz", "net.safetensors", "scores.safetensors", "pruned"  # what it leaves in its folder
+DATA, WEIGHTS, SCORES, PRUNED = (
+    "digits.npz",
+    "net.safetensors",
+    "scores.safetensors",
+    "pruned",
+)  # what it leaves in its folder
 EPOCHS = 6
 REPAIR = "sequential"
 
@@ -89,7 +94,9 @@ class Digits:
         try:
             from sklearn.datasets import load_digits
         except ImportError as error:
-            raise FairprunerError("The demo needs scikit-learn for its digits: pip install 'fairpruner[demo]'.") from error
+            raise FairprunerError(
+                "The demo needs scikit-learn for its digits: pip install 'fairpruner[demo]'."
+            ) from error
         images, labels = load_digits(return_X_y=True)
         order = np.random.default_rng(0).permutation(len(labels))
         x = torch.from_numpy(images[order].reshape(-1, 1, 8, 8) / 16).float()
@@ -106,7 +113,9 @@ def train(model: nn.Module, digits: Digits, epochs: int) -> None:
     """Cross-entropy with AdamW and one learning-rate cycle."""
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=epochs * -(-len(digits.y) // 64))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, 3e-3, total_steps=epochs * -(-len(digits.y) // 64)
+    )
     for _ in range(epochs):
         for x, y in digits.batches():
             optimizer.zero_grad()
@@ -124,7 +133,9 @@ def accuracy(model: nn.Module, digits: Digits) -> float:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the demo did: accuracies on the test digits, the plan for half the FLOPs, and other budgets of the same scores."""
+    """What the demo did: accuracies on the test digits, the plan for half the FLOPs, and other budgets of
+    the same scores.
+    """
 
     original: float
     cut: float

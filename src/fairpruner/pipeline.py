@@ -28,7 +28,13 @@ from fairpruner.surgery import cut
 Options = Mapping[str, Mapping[str, Any]]  # stage -> its keyword arguments
 
 # What a caller may set for each stage; the rest follows from prune's own arguments.
-STAGES: dict[str, Callable[..., Any]] = {"discover": discover, "score": score, "allocate": allocate, "repair": mend, "recover": recover}
+STAGES: dict[str, Callable[..., Any]] = {
+    "discover": discover,
+    "score": score,
+    "allocate": allocate,
+    "repair": mend,
+    "recover": recover,
+}
 OWN = {"spaces", "keep", "method", "epochs"}
 
 
@@ -44,15 +50,18 @@ def prune(
     train: Iterable[Any] | None = None,
     options: Options | None = None,
 ) -> tuple[nn.Module, Plan]:
-    """The smaller model, and one plan that leads to its shapes from the original; the model given is untouched.
+    """The smaller model, and one plan that leads to its shapes from the original; the model given is
+    untouched.
 
-    A budget is approached in equal shares: with R rounds each keeps the R-th root of it. A tolerance holds in every
-    round. `repair` names the methods that mend each cut, `recover_epochs` are trained after each cut on `train`, or on
-    `data`. `options` go to a stage as they are: {"score": {"removal": "l1"}, "recover": {"recipe": Recipe(ema=0.99)}}.
+    A budget is approached in equal shares: with R rounds each keeps the R-th root of it. A tolerance
+    holds in every round. `repair` names the methods that mend each cut, `recover_epochs` are trained
+    after each cut on `train`, or on `data`. `options` go to a stage as they are: {"score": {"removal":
+    "l1"}, "recover": {"recipe": Recipe(ema=0.99)}}.
 
     >>> net = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
     >>> data = [(torch.randn(16, 4), torch.arange(16) % 2) for _ in range(2)]
-    >>> small, plan = prune(net, data, keep=Budget("units", 0.25), rounds=2, options={"allocate": {"exact": True}})
+    >>> exact = {"allocate": {"exact": True}}
+    >>> small, plan = prune(net, data, keep=Budget("units", 0.25), rounds=2, options=exact)
     >>> small[0], plan.predicted["units"], plan.rule
     (Linear(in_features=4, out_features=4, bias=True), 4, 'iterative')
     """
@@ -64,7 +73,8 @@ def prune(
     for given in (data, train):
         if isinstance(given, Iterator):
             raise FairprunerError(
-                f"The data is a {type(given).__name__}, which can be read once, and every round reads it: give a loader or a list of batches."
+                f"The data is a {type(given).__name__}, which can be read once, and every round reads it:"
+                " give a loader or a list of batches."
             )
     device = next(itertools.chain(model.parameters(), model.buffers()), torch.empty(0)).device
     spaces = discover(model, example_of(data, device), **options["discover"])
@@ -72,7 +82,11 @@ def prune(
     for done in range(1, rounds + 1):
         scores = score(current, data, spaces=spaces, **options["score"])
         if keep is not None:
-            plan = allocate(scores, keep=_share_of(keep, whole or Plan.removing(spaces, {}), done / rounds), **options["allocate"])
+            plan = allocate(
+                scores,
+                keep=_share_of(keep, whole or Plan.removing(spaces, {}), done / rounds),
+                **options["allocate"],
+            )
         else:
             plan = allocate(scores, alpha, **options["allocate"])
         small = cut(current, plan)
@@ -80,7 +94,12 @@ def prune(
         if repair is not None:
             small = mend(small, current, plan, data, method=repair, **options["repair"])
         if recover_epochs:
-            small = recover(small, train if train is not None else data, epochs=recover_epochs, **_of_round(done, options["recover"]))
+            small = recover(
+                small,
+                train if train is not None else data,
+                epochs=recover_epochs,
+                **_of_round(done, options["recover"]),
+            )
         current, whole = small, plan if whole is None else compose(whole, plan)
     assert whole is not None  # there is at least one round
     return current, whole
@@ -93,10 +112,14 @@ def _of_round(number: int, options: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _share_of(keep: Budget, so_far: Plan, done: float) -> Budget:
-    """The budget when this share of the rounds is done, as a count: on the geometric way from the original to `keep`."""
+    """The budget when this share of the rounds is done, as a count: on the geometric way from the
+    original to `keep`.
+    """
     if keep.counted_in == "latency_ms":  # its table knows the whole model only
         if done < 1:
-            raise FairprunerError(f"A budget of {keep.metric} is met in one round: give rounds=1, or a budget of flops.")
+            raise FairprunerError(
+                f"A budget of {keep.metric} is met in one round: give rounds=1, or a budget of flops."
+            )
         return keep
     original = so_far.original[keep.metric]
     amount = round(original ** (1 - done) * keep.target(original) ** done)
@@ -107,7 +130,8 @@ def _share_of(keep: Budget, so_far: Plan, done: float) -> Budget:
 def _check_schedule(keep: Budget | None, alpha: float | None, rounds: int, recover_epochs: int) -> None:
     if (keep is None) == (alpha is None):
         raise FairprunerError(
-            f"Pruning needs either a tolerance or a budget, found alpha={alpha} and keep={keep}: for example alpha=0.1 or keep=Budget('flops', 0.5)."
+            f"Pruning needs either a tolerance or a budget, found alpha={alpha} and keep={keep}: for example"
+            " alpha=0.1 or keep=Budget('flops', 0.5)."
         )
     if alpha is not None:
         check_alpha(alpha)
@@ -121,7 +145,11 @@ def _checked(options: Options) -> Options:
     for stage, given in options.items():
         if stage not in STAGES:
             raise unknown("stage", stage, STAGES)
-        known = [p.name for p in inspect.signature(STAGES[stage]).parameters.values() if p.kind is p.KEYWORD_ONLY and p.name not in OWN]
+        known = [
+            p.name
+            for p in inspect.signature(STAGES[stage]).parameters.values()
+            if p.kind is p.KEYWORD_ONLY and p.name not in OWN
+        ]
         for name in given:
             if name not in known:
                 raise unknown(f"option of {stage}", name, known)

@@ -34,5 +34,6 @@ def _check(model: nn.Module, plan: Plan) -> None:
     found = fingerprint(model)
     if found != plan.spaces.fingerprint:
         raise FairprunerError(
-            f"The plan belongs to another model: {type(model).__name__} has the fingerprint {found}, the plan expects {plan.spaces.fingerprint}. Score and allocate this model, or give the original one."
+            f"The plan belongs to another model: {type(model).__name__} has the fingerprint {found}, the plan"
+            f" expects {plan.spaces.fingerprint}. Score and allocate this model, or give the original one."
         )

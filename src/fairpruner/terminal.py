@@ -22,7 +22,9 @@ class Shown:
     json: Mapping[str, Any]
 
 
-def table_of(title: str, columns: Sequence[str], rows: Iterable[Iterable[object]], notes: Iterable[str] = ()) -> Group:
+def table_of(
+    title: str, columns: Sequence[str], rows: Iterable[Iterable[object]], notes: Iterable[str] = ()
+) -> Group:
     """A title, a table whose first column is to the left and the others to the right, and notes below."""
     table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
     for position, column in enumerate(columns):
@@ -39,7 +41,9 @@ def amount(value: float) -> str:
 
 @contextmanager
 def progress(title: str, data: Iterable[Any]) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr with rate and time left, quiet when it is no terminal; call the yielded function with the samples of each batch."""
+    """A bar on stderr with rate and time left, quiet when it is no terminal; call the yielded function
+    with the samples of each batch.
+    """
     try:
         total: int | None = len(data)  # type: ignore[arg-type]
     except TypeError:
@@ -51,7 +55,9 @@ def progress(title: str, data: Iterable[Any]) -> Iterator[Callable[[int], None]]
         TextColumn("batches, {task.fields[rate]:.0f} samples/s,"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+    with Progress(
+        *columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
+    ) as bar:
         task = bar.add_task(title, total=total, rate=0.0)
         seen = 0
 

@@ -21,7 +21,9 @@ from fairpruner.errors import FairprunerError
 
 __all__ = ["RULES", "allocate", "shuffled", "sweep"]
 
-COUNTED: dict[Metric, tuple[Kind, ...]] = {"experts": ("expert",)}  # metrics that count units of some kinds: a budget of one leaves other spaces whole
+COUNTED: dict[Metric, tuple[Kind, ...]] = {
+    "experts": ("expert",)
+}  # metrics that count units of some kinds: a budget of one leaves other spaces whole
 
 
 def allocate(
@@ -35,15 +37,17 @@ def allocate(
     min_keep: MinKeep = 1,
     latency: LatencyTable | None = None,
 ) -> Plan:
-    """The plan for a tolerance (the paper's algorithm FAIR-Pruner) or for a budget (its target-budget selection of the ToD level).
+    """The plan for a tolerance (the paper's algorithm FAIR-Pruner) or for a budget (its target-budget
+    selection of the ToD level).
 
-    `min_keep` is a count, or a share in (0, 1), of every space, or a mapping from kinds to those; the channels or hidden
-    units kept of a space that loses any are a multiple of `multiple_of`. `exact=True` then moves single spaces to hit the
-    budget itself. A budget of `experts` leaves all other units alone. `latency` is a table of `latency_table`: plans then tell
-    their milliseconds, a budget may be one of `latency` or `latency_ms`, and `multiple_of="auto"` takes the table's.
+    `min_keep` is a count, or a share in (0, 1), of every space, or a mapping from kinds to those; the
+    channels or hidden units kept of a space that loses any are a multiple of `multiple_of`. `exact=True`
+    then moves single spaces to hit the budget itself. A budget of `experts` leaves all other units alone.
+    `latency` is a table of `latency_table`: plans then tell their milliseconds, a budget may be one of
+    `latency` or `latency_ms`, and `multiple_of="auto"` takes the table's.
 
     >>> from fairpruner.types import CostModel, Spaces, UnitSpace
-    >>> spaces = Spaces((UnitSpace("conv", "channel", 4, slices=()),), {}, CostModel((), (), ()), fingerprint="")
+    >>> spaces = Spaces((UnitSpace("conv", "channel", 4, slices=()),), {}, CostModel((), (), ()), "")
     >>> aligned = {"conv": np.array([0.4, 0.1, 0.2, 0.3])}
     >>> scores = Scores(spaces, {"l1": aligned}, {"taylor": aligned}, samples=1)
     >>> allocate(scores, alpha=0.0).removed
@@ -53,12 +57,19 @@ def allocate(
     """
     if keep is not None and alpha is None:
         if not isinstance(keep, Budget):
-            raise FairprunerError(f"keep is {keep!r}, expected a budget: for example keep=Budget('flops', 0.5).")
-        return Allocator(scores, rule, multiple_of, min_keep, latency, COUNTED.get(keep.metric, KINDS)).for_budget(keep, exact)
+            raise FairprunerError(
+                f"keep is {keep!r}, expected a budget: for example keep=Budget('flops', 0.5)."
+            )
+        return Allocator(
+            scores, rule, multiple_of, min_keep, latency, COUNTED.get(keep.metric, KINDS)
+        ).for_budget(keep, exact)
     if alpha is not None and keep is None and not exact:
         return Allocator(scores, rule, multiple_of, min_keep, latency).for_tolerance(alpha)
     found = f"found alpha={alpha}, keep={keep} and exact={exact}"
-    raise FairprunerError(f"A plan needs either a tolerance or a budget, and exact=True a budget, {found}: for example alpha=0.1 or keep=Budget('flops', 0.5).")
+    raise FairprunerError(
+        f"A plan needs either a tolerance or a budget, and exact=True a budget, {found}: for example"
+        " alpha=0.1 or keep=Budget('flops', 0.5)."
+    )
 
 
 def sweep(
@@ -75,7 +86,7 @@ def sweep(
     """One plan per kept amount of a metric, as `allocate` gives them, from tables that are built once.
 
     >>> from fairpruner.types import CostModel, Spaces, UnitSpace
-    >>> spaces = Spaces((UnitSpace("conv", "channel", 4, slices=()),), {}, CostModel((), (), ()), fingerprint="")
+    >>> spaces = Spaces((UnitSpace("conv", "channel", 4, slices=()),), {}, CostModel((), (), ()), "")
     >>> aligned = {"conv": np.array([0.4, 0.1, 0.2, 0.3])}
     >>> scores = Scores(spaces, {"l1": aligned}, {"taylor": aligned}, samples=1)
     >>> [plan.depths for plan in sweep(scores, "units", [1.0, 0.75, 2])]
@@ -89,7 +100,7 @@ def shuffled(plan: Plan, seed: int) -> Plan:
     """The plan's depths with units drawn at random: the paper's ablation of the removal ranking.
 
     >>> from fairpruner.types import CostModel, Spaces, UnitSpace
-    >>> spaces = Spaces((UnitSpace("conv", "channel", 4, slices=()),), {}, CostModel((), (), ()), fingerprint="")
+    >>> spaces = Spaces((UnitSpace("conv", "channel", 4, slices=()),), {}, CostModel((), (), ()), "")
     >>> plan = Plan(spaces, {"conv": (0, 1)}, alpha=0.0, rule="tod", exact=False, predicted={}, original={})
     >>> shuffled(plan, seed=0).depths, shuffled(plan, seed=0).rule
     ({'conv': 2}, 'tod+random')
@@ -98,6 +109,11 @@ def shuffled(plan: Plan, seed: int) -> Plan:
         raise FairprunerError(f"The seed is {seed!r}, expected a whole number of at least 0.")
     rng = np.random.default_rng(seed)
     removed = {
-        space.name: tuple(removal_order(np.argsort(rng.permutation(space.size)), space.groups)[: plan.depths[space.name]].tolist()) for space in plan.spaces
+        space.name: tuple(
+            removal_order(np.argsort(rng.permutation(space.size)), space.groups)[
+                : plan.depths[space.name]
+            ].tolist()
+        )
+        for space in plan.spaces
     }
     return replace(plan, removed=removed, rule=f"{plan.rule}+random", predicted=predict(plan.spaces, removed))

@@ -1,4 +1,6 @@
-"""Plans one after another: what a plan leaves of its spaces, and two plans as one in terms of the original's units."""
+"""Plans one after another: what a plan leaves of its spaces, and two plans as one in terms of the
+original's units.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ Place = tuple[str, int | str]  # a tensor's dimension, or a module's attribute
 
 
 def compose(first: Plan, second: Plan) -> Plan:
-    """One plan for the original model that removes what `first` removes from it, and `second` from what that leaves.
+    """One plan for the original model that removes what `first` removes from it, and `second` from what
+    that leaves.
 
     Its rule is "iterative": each part kept to its own tolerance, the whole claims none.
 
@@ -36,22 +39,35 @@ def compose(first: Plan, second: Plan) -> Plan:
     for space in second.spaces:
         if space.name not in left:
             raise FairprunerError(
-                f"The second plan removes from space {space.name!r}, which the first plan does not know: make it for the first one's cut model."
+                f"The second plan removes from space {space.name!r}, which the first plan does not know: make"
+                " it for the first one's cut model."
             )
         if space.size != left[space.name].size:
             raise FairprunerError(
-                f"Space {space.name!r} has {space.size} units in the second plan, and the first leaves {left[space.name].size}: make the second for the first one's cut model."
+                f"Space {space.name!r} has {space.size} units in the second plan, and the first leaves"
+                f" {left[space.name].size}: make the second for the first one's cut model."
             )
         if _owners(space) != _owners(left[space.name]):
             raise FairprunerError(
-                f"Space {space.name!r} has other slices or another order of units in the second plan than the first leaves: use remaining(first, small)."
+                f"Space {space.name!r} has other slices or another order of units in the second plan than the"
+                " first leaves: use remaining(first, small)."
             )
-    removed = {space.name: (*first.removed[space.name], *_kept(space, first)[list(second.removed.get(space.name, ()))].tolist()) for space in first.spaces}
-    return Plan(first.spaces, removed, None, "iterative", False, predict(first.spaces, removed), first.original)
+    removed = {
+        space.name: (
+            *first.removed[space.name],
+            *_kept(space, first)[list(second.removed.get(space.name, ()))].tolist(),
+        )
+        for space in first.spaces
+    }
+    return Plan(
+        first.spaces, removed, None, "iterative", False, predict(first.spaces, removed), first.original
+    )
 
 
 def remaining(plan: Plan, small: nn.Module) -> Spaces:
-    """The spaces of `small`, the model cut by this plan, with no forward pass: the same names, and the kept units in their order."""
+    """The spaces of `small`, the model cut by this plan, with no forward pass: the same names, and the
+    kept units in their order.
+    """
     kept = {space.name: _kept(space, plan) for space in plan.spaces}
 
     def shortened(factor: Factor) -> Factor:
@@ -60,7 +76,12 @@ def remaining(plan: Plan, small: nn.Module) -> Spaces:
         return Factor(factor.size - gone, owned)
 
     costs = plan.spaces.costs
-    return Spaces(_narrowed(plan), plan.spaces.left_out, replace(costs, factors=tuple(shortened(factor) for factor in costs.factors)), fingerprint(small))
+    return Spaces(
+        _narrowed(plan),
+        plan.spaces.left_out,
+        replace(costs, factors=tuple(shortened(factor) for factor in costs.factors)),
+        fingerprint(small),
+    )
 
 
 def _kept(space: UnitSpace, plan: Plan) -> Ints:
@@ -81,7 +102,9 @@ def _narrowed(plan: Plan) -> tuple[UnitSpace, ...]:
             size=kept.size,
             multiple=math.gcd(space.multiple, kept.size),
             slices=tuple(replace(s, owner=renumbered[s.owner[stays[s.tensor, s.dim]]]) for s in space.slices),
-            counts=tuple(replace(c, owner=renumbered[c.owner[stays[c.module, c.attribute]]]) for c in space.counts),
+            counts=tuple(
+                replace(c, owner=renumbered[c.owner[stays[c.module, c.attribute]]]) for c in space.counts
+            ),
         )
 
     return tuple(left_of(space) for space in plan.spaces)

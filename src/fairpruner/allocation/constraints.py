@@ -22,7 +22,9 @@ def candidates_of(space: UnitSpace, multiple_of: int, min_keep: MinKeep) -> Ints
     least = min_keep.get(space.kind, 1) if isinstance(min_keep, Mapping) else min_keep
     # Quotients compare like the fractions they round, so a share of 0.3 keeps 3 of 10.
     enough = kept / space.size >= least if isinstance(least, float) else kept >= least
-    even = kept % multiple_of == 0 if space.kind in ("channel", "hidden") else True  # heads and experts are wide enough already
+    even = (
+        kept % multiple_of == 0 if space.kind in ("channel", "hidden") else True
+    )  # heads and experts are wide enough already
     possible = (kept % space.groups == 0) & (kept % space.multiple == 0)
     return np.flatnonzero((enough & (kept >= space.min_keep) & even & possible) | (kept == space.size))
 
@@ -31,7 +33,9 @@ def multiple_from(multiple_of: MultipleOf, latency: LatencyTable | None) -> int:
     if multiple_of != "auto":
         return multiple_of
     if latency is None:
-        raise FairprunerError("multiple_of='auto' takes the multiple from a latency table: give latency=, or a whole number.")
+        raise FairprunerError(
+            "multiple_of='auto' takes the multiple from a latency table: give latency=, or a whole number."
+        )
     return latency.multiple
 
 
@@ -43,4 +47,6 @@ def check_constraints(multiple_of: int, min_keep: MinKeep) -> None:
             raise unknown("kind", kind, KINDS)
         count = isinstance(least, (int, np.integer)) and not isinstance(least, bool) and least >= 1
         if not count and not (isinstance(least, float) and 0 < least < 1):
-            raise FairprunerError(f"min_keep is {least!r}, expected a count of at least 1 or a share in (0, 1) of every space.")
+            raise FairprunerError(
+                f"min_keep is {least!r}, expected a count of at least 1 or a share in (0, 1) of every space."
+            )

@@ -21,9 +21,15 @@ from fairpruner.core.tod import ConflictCurve, removal_order, spearman
 from fairpruner.errors import FairprunerError
 
 LEGEND = (
-    "Limit: the deepest that any ranking could go at this tolerance. R of bound: protection removed, of the most that depth and tolerance admit.",
+    (
+        "Limit: the deepest that any ranking could go at this tolerance. R of bound: protection removed, of"
+        " the most that depth and tolerance admit."
+    ),
     "Exchange: the last unit removed costs no more protection than the next unit of any space.",
-    "Stable U, R: rank correlation of removal and protection between two halves of the data. Same units: what both halves would remove.",
+    (
+        "Stable U, R: rank correlation of removal and protection between two halves of the data. Same units:"
+        " what both halves would remove."
+    ),
 )
 
 
@@ -36,8 +42,12 @@ class SpaceDiagnosis:
     kept: int
     depth: int  # m
     tod: float  # of the units removed
-    tolerance: float  # the plan's alpha; the ToD itself where there is none, or an exact plan went beyond it
-    limit: int  # the largest depth that any ranking could reach at this tolerance: J / (2 - alpha), rounded down
+    # the plan's alpha; the ToD itself where there is none, or an exact plan went beyond it
+    tolerance: float
+    limit: (
+        # the largest depth that any ranking could reach at this tolerance: J / (2 - alpha), rounded down
+        int
+    )
     mass: float  # R-Score mass removed
     bound: float  # the most that this depth and tolerance admit: the paper's A(m, alpha)
     exchange: bool  # the last unit removed costs no more R-Score than the next unit of any space
@@ -61,7 +71,9 @@ class Diagnosis:
 
     @property
     def optimal(self) -> bool:
-        """Whether no profile of as many units has a lower surrogate cost: the paper's conditional optimality under additive exchange."""
+        """Whether no profile of as many units has a lower surrogate cost: the paper's conditional
+        optimality under additive exchange.
+        """
         return self.exchange and self.rising_costs
 
     def to_json(self) -> dict[str, Any]:
@@ -71,16 +83,35 @@ class Diagnosis:
     def __rich__(self) -> Group:
         tolerance = "" if self.alpha is None else f" at tolerance {self.alpha:.3g}"
         shares = ", ".join(f"{share:.1%} of {metric}" for metric, share in self.kept.items())
-        against = f"R-Score removed {self.cost:.3g}, by the uniform plan of as many units {self.uniform_cost:.3g}"
+        against = (
+            f"R-Score removed {self.cost:.3g}, by the uniform plan of as many units {self.uniform_cost:.3g}"
+        )
         exchange = f"additive exchange {'holds' if self.exchange else 'does not hold'}"
         table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
         table.add_column("space", overflow="fold")
-        for heading in ("kept", "removed\n/limit", "ToD", "R of\nbound", "exchange", "stable\nU", "stable\nR", "same\nunits"):
+        for heading in (
+            "kept",
+            "removed\n/limit",
+            "ToD",
+            "R of\nbound",
+            "exchange",
+            "stable\nU",
+            "stable\nR",
+            "same\nunits",
+        ):
             table.add_column(heading, justify="right")
         for row in self.spaces:
             share = f"{row.mass / row.bound:.0%}" if row.bound else "–"
             stability = map(_shown, (row.removal_stability, row.protection_stability, row.removed_overlap))
-            table.add_row(row.space, f"{row.kept}/{row.size}", f"{row.depth}/{row.limit}", _shown(row.tod), share, "yes" if row.exchange else "no", *stability)
+            table.add_row(
+                row.space,
+                f"{row.kept}/{row.size}",
+                f"{row.depth}/{row.limit}",
+                _shown(row.tod),
+                share,
+                "yes" if row.exchange else "no",
+                *stability,
+            )
         return Group(f"{self.rule}{tolerance} keeps {shares}", table, f"{against}; {exchange}.", *LEGEND)
 
 
@@ -88,16 +119,19 @@ def diagnose(scores: Scores, plan: Plan) -> Diagnosis:
     """Hold a plan against the paper's bounds and against the two halves of the data it was scored on.
 
     >>> from fairpruner.types import CostModel, Spaces
-    >>> spaces = Spaces((UnitSpace("conv", "channel", 4, slices=()),), {}, CostModel((), (), ()), fingerprint="")
+    >>> spaces = Spaces((UnitSpace("conv", "channel", 4, slices=()),), {}, CostModel((), (), ()), "")
     >>> aligned = {"conv": np.array([0.4, 0.1, 0.2, 0.3])}
     >>> scores = Scores(spaces, {"l1": aligned}, {"taylor": aligned}, samples=1)
     >>> diagnosis = diagnose(scores, allocate(scores, alpha=0.5))
     >>> diagnosis.spaces[0].tod, diagnosis.spaces[0].limit, diagnosis.optimal
     (0.0, 2, True)
     """
-    if [(s.name, s.size) for s in scores.spaces] != [(s.name, s.size) for s in plan.spaces] or scores.spaces.fingerprint != plan.spaces.fingerprint:
+    if [(s.name, s.size) for s in scores.spaces] != [
+        (s.name, s.size) for s in plan.spaces
+    ] or scores.spaces.fingerprint != plan.spaces.fingerprint:
         raise FairprunerError(
-            f"The plan ({len(plan.spaces)} spaces) and the scores ({len(scores.spaces)} spaces) belong to different models or spaces: allocate from these scores."
+            f"The plan ({len(plan.spaces)} spaces) and the scores ({len(scores.spaces)} spaces) belong to"
+            " different models or spaces: allocate from these scores."
         )
     # Marginal costs of a space: the R-Scores in the order in which its units go, [J].
     costs = {space.name: scores.protection[space.name][_order(scores, plan, space)] for space in plan.spaces}
@@ -112,7 +146,9 @@ def diagnose(scores: Scores, plan: Plan) -> Diagnosis:
         exchange=all(row.exchange for row in rows),
         rising_costs=all(bool((np.diff(cost) >= 0).all()) for cost in costs.values()),
         cost=sum(row.mass for row in rows),
-        uniform_cost=sum(float(scores.protection[name][list(units)].sum()) for name, units in uniform.removed.items()),
+        uniform_cost=sum(
+            float(scores.protection[name][list(units)].sum()) for name, units in uniform.removed.items()
+        ),
     )
 
 
@@ -135,37 +171,47 @@ def _row(scores: Scores, plan: Plan, space: UnitSpace, costs: Floats, next_cost:
         exchange=depth == 0 or bool(costs[depth - 1] <= next_cost),
         removal_stability=None if removal is None else spearman(removal[0], removal[1]),
         protection_stability=None if protection is None else spearman(protection[0], protection[1]),
-        removed_overlap=None if removal is None or depth == 0 else _shared(removal[0], removal[1], depth, space.groups),
+        removed_overlap=(
+            None if removal is None or depth == 0 else _shared(removal[0], removal[1], depth, space.groups)
+        ),
     )
 
 
 def depth_limit(size: int, alpha: float) -> int:
-    """The largest depth that some ranking of `size` units can reach: the paper's feasibility lemma, J / (2 - alpha) rounded down.
+    """The largest depth that some ranking of `size` units can reach: the paper's feasibility lemma, J /
+    (2 - alpha) rounded down.
 
     >>> depth_limit(17, 0.3)
     10
     """
-    # Perfect alignment has the least overlap a depth allows, and its quotients compare exactly where 2 - alpha does not.
+    # Perfect alignment has the least overlap a depth allows, and its quotients compare exactly where 2 -
+    # alpha does not.
     aligned = ConflictCurve(np.maximum(0, 2 * np.arange(size + 1) - size))
     return int(np.flatnonzero(aligned.tod <= alpha)[-1])
 
 
 def mass_bound(protection: Floats, depth: int, alpha: float) -> float:
-    """The most R-Score mass that `depth` of the units, [J], can hold at a tolerance: the paper's sharp bound A(m, alpha).
+    """The most R-Score mass that `depth` of the units, [J], can hold at a tolerance: the paper's sharp
+    bound A(m, alpha).
 
     >>> mass_bound(np.array([1.0, 2.0, 3.0, 4.0]), depth=2, alpha=0.5)
     6.0
     """
     if depth == 0:
         return 0.0
-    allowed = int(np.searchsorted(np.arange(depth + 1) / depth, alpha, side="right")) - 1  # floor(alpha m), exactly
+    allowed = (
+        int(np.searchsorted(np.arange(depth + 1) / depth, alpha, side="right")) - 1
+    )  # floor(alpha m), exactly
     falling = np.sort(protection)[::-1]
     return float(falling[:allowed].sum() + falling[depth : 2 * depth - allowed].sum())
 
 
 def _order(scores: Scores, plan: Plan, space: UnitSpace) -> Ints:
     """The units that the plan removes, then the kept ones in removal order, [J]."""
-    order, gone = removal_order(scores.removal[space.name], space.groups), np.array(plan.removed[space.name], dtype=np.int64)
+    order, gone = (
+        removal_order(scores.removal[space.name], space.groups),
+        np.array(plan.removed[space.name], dtype=np.int64),
+    )
     return np.concatenate([gone, order[~np.isin(order, gone)]])
 
 
@@ -175,7 +221,10 @@ def _halves(scores: Scores, signal: str, space: str) -> Floats | None:
 
 def _shared(first: Floats, second: Floats, depth: int, groups: int) -> float:
     """The share of the first units to go that two score vectors, [J], have in common."""
-    return float(np.isin(removal_order(first, groups)[:depth], removal_order(second, groups)[:depth]).sum()) / depth
+    return (
+        float(np.isin(removal_order(first, groups)[:depth], removal_order(second, groups)[:depth]).sum())
+        / depth
+    )
 
 
 def _shown(number: float | None) -> str:

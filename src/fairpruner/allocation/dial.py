@@ -1,4 +1,6 @@
-"""Plans in a row, and finding one among them: the steps of a rule, the way between two steps, what each keeps."""
+"""Plans in a row, and finding one among them: the steps of a rule, the way between two steps, what each
+keeps.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,12 @@ class Dial:
     """All spaces' tables on one scale: the distinct thresholds, one step each."""
 
     def __init__(self, tables: Sequence[Table]) -> None:
-        self.levels, rank = np.unique(np.concatenate([thresholds for thresholds, _ in tables]), return_inverse=True)
+        self.levels, rank = np.unique(
+            np.concatenate([thresholds for thresholds, _ in tables]), return_inverse=True
+        )
         lengths = [thresholds.size for thresholds, _ in tables]
-        # Integer ranks instead of values: every space gets its own stretch of keys, and one search serves all, exactly.
+        # Integer ranks instead of values: every space gets its own stretch of keys, and one search serves
+        # all, exactly.
         self._starts = np.arange(len(tables)) * self.levels.size
         self._keys = np.repeat(self._starts, lengths) + rank
         self._depths = np.concatenate([depths for _, depths in tables])
@@ -35,14 +40,20 @@ class Dial:
 
 
 class Way:
-    """The way from one step of the dial to the next: one space at a time to its next candidate, the least conflict first."""
+    """The way from one step of the dial to the next: one space at a time to its next candidate, the least
+    conflict first.
+    """
 
     def __init__(self, spaces: Sequence[Ranked], start: Ints, end: Ints) -> None:
         self._start = start
         movers: list[int] = np.flatnonzero(end > start).tolist()
         moves = [c[(c > start[s]) & (c <= end[s])] for s, c in ((s, spaces[s].candidates) for s in movers)]
-        # Always taking the space whose next depth has the lowest ToD is sorting by the highest ToD met on the way.
-        conflict = np.concatenate([np.maximum.accumulate(spaces[s].tod[m]) for s, m in zip(movers, moves, strict=True)])
+        # Always taking the space whose next depth has the lowest ToD is sorting by the highest ToD met on
+        # the
+        # way.
+        conflict = np.concatenate(
+            [np.maximum.accumulate(spaces[s].tod[m]) for s, m in zip(movers, moves, strict=True)]
+        )
         space = np.repeat(movers, [m.size for m in moves])
         order = np.lexsort((space, conflict))
         self._space, self._depth = space[order], np.concatenate(moves)[order]
@@ -73,7 +84,9 @@ class Falling:
         return bisect_left(range(self.last + 1), True, key=lambda position: self.kept(position) <= amount)
 
     def nearest(self, target: float) -> int:
-        """The position that keeps nearest to a target within reach: the first within it or the one before; of equals, the one that removes least."""
+        """The position that keeps nearest to a target within reach: the first within it or the one
+        before; of equals, the one that removes least.
+        """
         below = self.first_within(target)
         if below == 0 or self.kept(below - 1) - target > target - self.kept(below):
             return below
@@ -92,4 +105,6 @@ class Listed(Falling):
         return min(self._amounts)
 
     def first_within(self, amount: float) -> int:
-        return next((position for position, kept in enumerate(self._amounts) if kept <= amount), self.last + 1)
+        return next(
+            (position for position, kept in enumerate(self._amounts) if kept <= amount), self.last + 1
+        )

@@ -32,8 +32,14 @@ def plain_warnings() -> Iterator[None]:
     """Inside, our own warnings are a sentence without the line of code that gave them."""
     usual = warnings.formatwarning
 
-    def told(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
-        return f"Warning: {message}\n" if issubclass(category, FairprunerWarning) else usual(message, category, filename, lineno, line)
+    def told(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+    ) -> str:
+        return (
+            f"Warning: {message}\n"
+            if issubclass(category, FairprunerWarning)
+            else usual(message, category, filename, lineno, line)
+        )
 
     warnings.formatwarning = told
     try:
@@ -58,7 +64,11 @@ class _Commands(TyperGroup):
 
 
 app = typer.Typer(
-    cls=_Commands, no_args_is_help=True, pretty_exceptions_enable=False, help=fp.__doc__, context_settings={"help_option_names": ["-h", "--help"]}
+    cls=_Commands,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help=fp.__doc__,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
@@ -69,7 +79,11 @@ def _version(asked: bool) -> None:
 
 
 @app.callback()
-def _main(version: Annotated[bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)] = False) -> None: ...
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
+    ] = False,
+) -> None: ...
 
 
 def parse_numbers(text: str) -> list[int | float]:
@@ -123,17 +137,36 @@ def parse_names(text: str) -> list[str]:
 
 
 Model = Annotated[
-    str, typer.Argument(metavar="MODEL", help="timm:NAME, torchvision:NAME, hf:FOLDER or hf:NAME, package.module:FUNCTION or path/to/file.py:FUNCTION.")
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help=(
+            "timm:NAME, torchvision:NAME, hf:FOLDER or hf:NAME, package.module:FUNCTION or"
+            " path/to/file.py:FUNCTION."
+        ),
+    ),
 ]
 ScoresFile = Annotated[Path, typer.Argument(metavar="SCORES", help="A file that `score` wrote.")]
-Weights = Annotated[str | None, typer.Option(help=f"A .safetensors, .pt or .pth file; {PRETRAINED!r} for the zoo's own.")]
-Skip = Annotated[list[str] | None, typer.Option(help="Space, module or pattern to leave alone; may be repeated.")]
+Weights = Annotated[
+    str | None, typer.Option(help=f"A .safetensors, .pt or .pth file; {PRETRAINED!r} for the zoo's own.")
+]
+Skip = Annotated[
+    list[str] | None, typer.Option(help="Space, module or pattern to leave alone; may be repeated.")
+]
 Kinds = Annotated[str | None, typer.Option(help=f"Only these kinds: {', '.join(KINDS)}.")]
 Rule = Annotated[str, typer.Option(help=f"{', '.join(RULES)}.", autocompletion=lambda: list(RULES))]
 Exact = Annotated[bool, typer.Option("--exact", help="Move single units to hit the budget itself.")]
-MultipleOf = Annotated[str, typer.Option(help="What is kept of a space is a multiple of this; auto takes it from --latency.")]
+MultipleOf = Annotated[
+    str, typer.Option(help="What is kept of a space is a multiple of this; auto takes it from --latency.")
+]
 Latency = Annotated[
-    Path | None, typer.Option(help="A table that `latency` wrote: plans tell their milliseconds, and budgets may be latency=0.6 or latency_ms=12.")
+    Path | None,
+    typer.Option(
+        help=(
+            "A table that `latency` wrote: plans tell their milliseconds, and budgets may be latency=0.6 or"
+            " latency_ms=12."
+        )
+    ),
 ]
 MinKeep = Annotated[str, typer.Option(help="At least this many units, or this share, of every space.")]
 Removal = Annotated[str | None, typer.Option(help="Which of the scored removal signals to use.")]
@@ -146,7 +179,10 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")
 
 def trained(source: str, weights: str | None, device: str = "cpu") -> nn.Module:
     if is_zoo(source) and weights is None:
-        print(f"Note: {source} has random weights here; give --weights FILE, or --weights {PRETRAINED}.", file=sys.stderr)
+        print(
+            f"Note: {source} has random weights here; give --weights FILE, or --weights {PRETRAINED}.",
+            file=sys.stderr,
+        )
     net = load_model(source, weights)
     try:
         return net.to(device)
@@ -160,7 +196,9 @@ def is_first() -> bool:
 
 
 def check_room(path: Path, force: bool) -> None:
-    """Refuse before any work is done: a place that cannot be written, or one that is taken; a folder is replaced only if nothing but a pruned model is in it."""
+    """Refuse before any work is done: a place that cannot be written, or one that is taken; a folder is
+    replaced only if nothing but a pruned model is in it.
+    """
     nearest = next(parent for parent in path.absolute().parents if parent.exists())
     if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
         raise FairprunerError(f"Cannot write {path}: {nearest} is no folder that can be written.")
@@ -168,7 +206,10 @@ def check_room(path: Path, force: bool) -> None:
     if (path.is_file() or full) and not force:
         raise FairprunerError(f"{path} already exists: choose another name, or replace it with --force.")
     if full and not all(is_folder_file(file.name) for file in path.iterdir()):
-        raise FairprunerError(f"Folder {path} holds more than a pruned model, so --force will not replace it: choose another name.")
+        raise FairprunerError(
+            f"Folder {path} holds more than a pruned model, so --force will not replace it: choose another"
+            " name."
+        )
 
 
 def show(shown: Shown, as_json: bool) -> None:

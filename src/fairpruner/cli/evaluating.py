@@ -15,33 +15,67 @@ from rich.console import Group
 import fairpruner as fp
 from fairpruner.cli.common import AsJson, BatchSize, Device, app, parse_names, show, trained
 from fairpruner.errors import FairprunerError
-from fairpruner.evaluation import TASKS, Outcome, Perplexity, check_text_unseen, evaluate, find_files, perplexity, read_tokens
+from fairpruner.evaluation import (
+    TASKS,
+    Outcome,
+    Perplexity,
+    check_text_unseen,
+    evaluate,
+    find_files,
+    perplexity,
+    read_tokens,
+)
 from fairpruner.inputs.hugging_face import is_causal, is_source, place_of, tokenizer_of
 from fairpruner.terminal import Shown, table_of
 
 Results = dict[str, dict[str, Outcome | Perplexity]]  # model -> task or text -> result
 
 
-@app.command(name="evaluate", epilog="Example: fairpruner evaluate hf:small --tasks wic,mmlu_pro --data texts --limit 200")
+@app.command(
+    name="evaluate",
+    epilog="Example: fairpruner evaluate hf:small --tasks wic,mmlu_pro --data texts --limit 200",
+)
 def evaluate_models(
     models: Annotated[
-        list[str], typer.Argument(metavar="MODEL...", help="hf:FOLDER or hf:NAME, original or pruned; of several that are equally large the mean is shown too.")
+        list[str],
+        typer.Argument(
+            metavar="MODEL...",
+            help=(
+                "hf:FOLDER or hf:NAME, original or pruned; of several that are equally large the mean is"
+                " shown too."
+            ),
+        ),
     ],
     tasks: Annotated[str | None, typer.Option(help=f"One or several of {', '.join(TASKS)}.")] = None,
     data: Annotated[
-        str | None, typer.Option(help="The tasks' files: a folder with wic_validation.jsonl and mmlu_pro_test.jsonl, or wic=FILE,mmlu_pro=FILE.")
+        str | None,
+        typer.Option(
+            help=(
+                "The tasks' files: a folder with wic_validation.jsonl and mmlu_pro_test.jsonl, or"
+                " wic=FILE,mmlu_pro=FILE."
+            )
+        ),
     ] = None,
     text: Annotated[Path | None, typer.Option(help="A text file: perplexity over all of it.")] = None,
     length: Annotated[int, typer.Option(help="Perplexity: tokens in a window.")] = 512,
-    limit: Annotated[int | None, typer.Option(help="Ask this many items of each task, evenly over its categories; all by default.")] = None,
-    calibration: Annotated[Path | None, typer.Option(help="What the scores were made from: what is also in it is not evaluated.")] = None,
+    limit: Annotated[
+        int | None,
+        typer.Option(help="Ask this many items of each task, evenly over its categories; all by default."),
+    ] = None,
+    calibration: Annotated[
+        Path | None, typer.Option(help="What the scores were made from: what is also in it is not evaluated.")
+    ] = None,
     batch_size: BatchSize = 8,
     device: Device = "cpu",
     as_json: AsJson = False,
 ) -> None:
-    """Measure language models: accuracy and parse rate on tasks, answered in their own words, and perplexity on a text."""
+    """Measure language models: accuracy and parse rate on tasks, answered in their own words, and
+    perplexity on a text.
+    """
     if (tasks is None) != (data is None) or (tasks is None and text is None):
-        raise FairprunerError("There is nothing to evaluate: give --tasks together with --data, or --text, or both.")
+        raise FairprunerError(
+            "There is nothing to evaluate: give --tasks together with --data, or --text, or both."
+        )
     files = find_files(parse_names(tasks), data) if tasks and data else {}
     if text is not None and calibration is not None:
         check_text_unseen(text, calibration)
@@ -52,22 +86,41 @@ def evaluate_models(
             raise FairprunerError(f"{source} has no tokenizer: name a model of Hugging Face, hf:FOLDER.")
         net, tokenizer = trained(source, None, device), tokenizer_of(place_of(source))
         if not is_causal(net):
-            raise FairprunerError(f"{type(net).__name__} does not predict the next token, so it has nothing to answer with.")
+            raise FairprunerError(
+                f"{type(net).__name__} does not predict the next token, so it has nothing to answer with."
+            )
         sizes[source] = fp.count_params(net)
-        found = results[source] = dict(evaluate(net, tokenizer, files, limit=limit, batch_size=batch_size, calibration=calibration))
+        found = results[source] = dict(
+            evaluate(net, tokenizer, files, limit=limit, batch_size=batch_size, calibration=calibration)
+        )
         if text is not None:
-            found[text.name] = perplexity(net, read_tokens(text, tokenizer), length=length, batch_size=batch_size)
+            found[text.name] = perplexity(
+                net, read_tokens(text, tokenizer), length=length, batch_size=batch_size
+            )
     usual, count = Counter(sizes.values()).most_common(1)[0]
     alike = [source for source, size in sizes.items() if size == usual] if count > 1 else []
-    tables = [_table(name, {source: by_name[name] for source, by_name in results.items()}, alike) for name in next(iter(results.values()))]
+    tables = [
+        _table(name, {source: by_name[name] for source, by_name in results.items()}, alike)
+        for name in next(iter(results.values()))
+    ]
     show(
-        Shown(Group(*tables), {"models": {source: {name: asdict(result) for name, result in found.items()} for source, found in results.items()}}),
+        Shown(
+            Group(*tables),
+            {
+                "models": {
+                    source: {name: asdict(result) for name, result in found.items()}
+                    for source, found in results.items()
+                }
+            },
+        ),
         as_json,
     )
 
 
 def _table(name: str, found: Mapping[str, Outcome | Perplexity], alike: Sequence[str]) -> Group:
-    """One task, or perplexity, with a column for each model and one for the mean of those that are equally large."""
+    """One task, or perplexity, with a column for each model and one for the mean of those that are
+    equally large.
+    """
     columns = ("", *found, *([f"mean of {len(alike)} ± spread"] if alike else []))
 
     def row(label: str, number: Callable[[Any], float], form: str) -> tuple[str, ...]:
@@ -81,6 +134,14 @@ def _table(name: str, found: Mapping[str, Outcome | Perplexity], alike: Sequence
         title = f"{name}: {first.tokens:,} tokens predicted in {first.windows:,} windows of {first.length}"
         return table_of(title, columns, [row("perplexity", lambda result: result.value, "{:.3f}")])
     percent = "{:.2f} %"
-    rows = [row("accuracy", lambda result: 100 * result.accuracy, percent), row("parse rate", lambda result: 100 * result.parse_rate, percent)]
-    rows += [row(kind, lambda result, kind=kind: 100 * result.categories[kind].accuracy, percent) for kind in first.categories]  # type: ignore[misc]
-    return table_of(f"{name}: {first.items:,} items, zero-shot; what cannot be parsed is wrong", columns, rows)
+    rows = [
+        row("accuracy", lambda result: 100 * result.accuracy, percent),
+        row("parse rate", lambda result: 100 * result.parse_rate, percent),
+    ]
+    rows += [
+        row(kind, lambda result, kind=kind: 100 * result.categories[kind].accuracy, percent)  # type: ignore[misc]
+        for kind in first.categories
+    ]
+    return table_of(
+        f"{name}: {first.items:,} items, zero-shot; what cannot be parsed is wrong", columns, rows
+    )

@@ -13,7 +13,21 @@ import typer
 from torch.utils.data import DataLoader
 
 import fairpruner as fp
-from fairpruner.cli.common import AsJson, Device, Force, Model, Skip, Weights, app, check_room, is_first, parse_budget, parse_names, show, trained
+from fairpruner.cli.common import (
+    AsJson,
+    Device,
+    Force,
+    Model,
+    Skip,
+    Weights,
+    app,
+    check_room,
+    is_first,
+    parse_budget,
+    parse_names,
+    show,
+    trained,
+)
 from fairpruner.cli.reading import CALIBRATION, TRAINING, Data, Reading, reads_data
 from fairpruner.cli.tables import show_demo, show_history, show_plan
 from fairpruner.core.plan import Plan
@@ -27,15 +41,31 @@ from fairpruner.recovery.recipe import OPTIMIZERS, SCHEDULES
 from fairpruner.repair import METHODS, Note
 
 Folder = Annotated[Path, typer.Option("--output", "-o", help="The folder of the smaller model.")]
-Repair = Annotated[str | None, typer.Option(help=f"Mend the cut without training, by one or several of {', '.join(METHODS)}; needs --data.")]
+Repair = Annotated[
+    str | None,
+    typer.Option(
+        help=f"Mend the cut without training, by one or several of {', '.join(METHODS)}; needs --data."
+    ),
+]
 Epochs = Annotated[int, typer.Option(help="Epochs of fine-tuning.")]
-Checkpoints = Annotated[Path | None, typer.Option(help="A folder for checkpoints: the same command goes on from there.")]
+Checkpoints = Annotated[
+    Path | None, typer.Option(help="A folder for checkpoints: the same command goes on from there.")
+]
 LearningRate = Annotated[float, typer.Option(help="At the start of the schedule.")]
-Optimizer = Annotated[str, typer.Option(help=f"{', '.join(OPTIMIZERS)}.", autocompletion=lambda: list(OPTIMIZERS))]
-Schedule = Annotated[str, typer.Option(help=f"{', '.join(SCHEDULES)}.", autocompletion=lambda: list(SCHEDULES))]
+Optimizer = Annotated[
+    str, typer.Option(help=f"{', '.join(OPTIMIZERS)}.", autocompletion=lambda: list(OPTIMIZERS))
+]
+Schedule = Annotated[
+    str, typer.Option(help=f"{', '.join(SCHEDULES)}.", autocompletion=lambda: list(SCHEDULES))
+]
 
 
-@app.command(epilog="Example: fairpruner cut net.py:build plan.json --weights net.safetensors --repair sequential --data digits.npz -o small")
+@app.command(
+    epilog=(
+        "Example: fairpruner cut net.py:build plan.json --weights net.safetensors --repair sequential --data"
+        " digits.npz -o small"
+    )
+)
 @reads_data
 def cut(
     model: Model,
@@ -44,8 +74,12 @@ def cut(
     output: Folder = Path("pruned"),
     repair: Repair = None,
     data: Annotated[str | None, Data] = None,
-    stream_files: Annotated[bool, typer.Option("--stream", help="Cut an hf: folder file by file, for a model larger than memory.")] = False,
-    max_shard_size: Annotated[str, typer.Option(help="Of a model of Hugging Face: the largest file, such as 5GB.")] = SHARD_SIZE,
+    stream_files: Annotated[
+        bool, typer.Option("--stream", help="Cut an hf: folder file by file, for a model larger than memory.")
+    ] = False,
+    max_shard_size: Annotated[
+        str, typer.Option(help="Of a model of Hugging Face: the largest file, such as 5GB.")
+    ] = SHARD_SIZE,
     reading: Reading = CALIBRATION,
     device: Device = "cpu",
     force: Force = False,
@@ -56,7 +90,10 @@ def cut(
     chosen = Plan.load(plan)
     if stream_files:
         if not is_source(model) or repair or weights:
-            raise FairprunerError("--stream cuts the files of an hf: folder as they are: leave out --weights and --repair, or leave out --stream.")
+            raise FairprunerError(
+                "--stream cuts the files of an hf: folder as they are: leave out --weights and --repair, or"
+                " leave out --stream."
+            )
         _clear(output)
         stream(place_of(model), chosen, output, max_shard_size=max_shard_size)
         show(show_plan(chosen, str(output)), as_json)
@@ -66,12 +103,16 @@ def cut(
     if repair:
         if data is None:
             raise FairprunerError(f"--repair {repair} looks at samples: give --data.")
-        small = fp.repair(small, net, chosen, reading.read(model, net, data), method=parse_names(repair), notes=notes)
+        small = fp.repair(
+            small, net, chosen, reading.read(model, net, data), method=parse_names(repair), notes=notes
+        )
     _save(small, chosen, output, model, max_shard_size)
     show(show_plan(chosen, str(output), notes), as_json)
 
 
-@app.command(epilog="Example: fairpruner recover small --model net.py:build --data digits.npz --epochs 10 -o recovered")
+@app.command(
+    epilog="Example: fairpruner recover small --model net.py:build --data digits.npz --epochs 10 -o recovered"
+)
 @reads_data
 def recover(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder of a pruned model.")],
@@ -79,22 +120,37 @@ def recover(
     model: Annotated[str, typer.Option(help="The source of the original architecture.")],
     epochs: Epochs = 10,
     output: Folder = Path("recovered"),
-    validation: Annotated[str | None, typer.Option(help="Data to judge each epoch by; the best is kept.")] = None,
+    validation: Annotated[
+        str | None, typer.Option(help="Data to judge each epoch by; the best is kept.")
+    ] = None,
     checkpoints: Checkpoints = None,
     learning_rate: LearningRate = 0.005,
     optimizer: Optimizer = "sgd",
     schedule: Schedule = "cosine",
-    label_smoothing: Annotated[float, typer.Option(help="Share of each label that is spread over all classes.")] = 0.0,
+    label_smoothing: Annotated[
+        float, typer.Option(help="Share of each label that is spread over all classes.")
+    ] = 0.0,
     ema: Annotated[float, typer.Option(help="Decay of a running average of the weights; 0 is off.")] = 0.0,
-    teacher: Annotated[str | None, typer.Option(help="Weights of the original model, to distil from.")] = None,
+    teacher: Annotated[
+        str | None, typer.Option(help="Weights of the original model, to distil from.")
+    ] = None,
     reading: Reading = TRAINING,
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Fine-tune a pruned model; start it with `accelerate launch -m fairpruner` for several processes or mixed precision."""
+    """Fine-tune a pruned model; start it with `accelerate launch -m fairpruner` for several processes or
+    mixed precision.
+    """
     check_room(output, force)
     small, plan = fp.load(folder, build=model), Plan.load(folder / "plan.json")
-    recipe = fp.Recipe(optimizer=optimizer, schedule=schedule, learning_rate=learning_rate, label_smoothing=label_smoothing, ema=ema, seed=reading.seed)
+    recipe = fp.Recipe(
+        optimizer=optimizer,
+        schedule=schedule,
+        learning_rate=learning_rate,
+        label_smoothing=label_smoothing,
+        ema=ema,
+        seed=reading.seed,
+    )
     history: list[fp.Epoch] = []
     better = fp.recover(
         small,
@@ -111,30 +167,54 @@ def recover(
         show(show_history(history, str(output)), as_json)
 
 
-@app.command(epilog="Example: fairpruner prune net.py:build --weights net.safetensors --data digits.npz --keep flops=0.5 --repair sequential -o small")
+@app.command(
+    epilog=(
+        "Example: fairpruner prune net.py:build --weights net.safetensors --data digits.npz --keep flops=0.5"
+        " --repair sequential -o small"
+    )
+)
 @reads_data
 def prune(
     model: Model,
     data: Annotated[str, Data],
     weights: Weights = None,
     output: Folder = Path("pruned"),
-    keep: Annotated[str | None, typer.Option(help="The budget, such as flops=0.5, params=1000000 or units=0.8.")] = None,
-    alpha: Annotated[float | None, typer.Option(help="The tolerance in [0, 1) of each round, instead of a budget.")] = None,
+    keep: Annotated[
+        str | None, typer.Option(help="The budget, such as flops=0.5, params=1000000 or units=0.8.")
+    ] = None,
+    alpha: Annotated[
+        float | None, typer.Option(help="The tolerance in [0, 1) of each round, instead of a budget.")
+    ] = None,
     rounds: Annotated[int, typer.Option(help="Score, cut, mend and train this many times.")] = 1,
-    repair: Annotated[str | None, typer.Option(help=f"Mend each cut without training, by one or several of {', '.join(METHODS)}.")] = None,
+    repair: Annotated[
+        str | None,
+        typer.Option(help=f"Mend each cut without training, by one or several of {', '.join(METHODS)}."),
+    ] = None,
     recover_epochs: Annotated[int, typer.Option(help="Epochs of fine-tuning after each cut.")] = 0,
     train: Annotated[str | None, typer.Option(help="Data to fine-tune on; all of --data by default.")] = None,
     checkpoints: Checkpoints = None,
     learning_rate: LearningRate = 0.005,
-    removal: Annotated[str | None, typer.Option(help=f"One of {', '.join(fp.signals.names('removal'))}; by default what fits each kind.")] = None,
-    protection: Annotated[str | None, typer.Option(help=f"One of {', '.join(fp.signals.names('protection'))}; by default what fits each kind.")] = None,
+    removal: Annotated[
+        str | None,
+        typer.Option(
+            help=f"One of {', '.join(fp.signals.names('removal'))}; by default what fits each kind."
+        ),
+    ] = None,
+    protection: Annotated[
+        str | None,
+        typer.Option(
+            help=f"One of {', '.join(fp.signals.names('protection'))}; by default what fits each kind."
+        ),
+    ] = None,
     reading: Reading = CALIBRATION,
     skip: Skip = None,
     device: Device = "cpu",
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """The whole job: score, plan, cut, mend and train, once or in rounds; ends with the folder of a smaller model."""
+    """The whole job: score, plan, cut, mend and train, once or in rounds; ends with the folder of a
+    smaller model.
+    """
     check_room(output, force)
     net = trained(model, weights, device)
     small, plan = fp.prune(
@@ -145,11 +225,18 @@ def prune(
         rounds=rounds,
         repair=parse_names(repair) if repair else None,
         recover_epochs=recover_epochs,
-        train=_shuffled(replace(reading, samples=None).read(model, net, train or data)) if recover_epochs else None,
+        train=(
+            _shuffled(replace(reading, samples=None).read(model, net, train or data))
+            if recover_epochs
+            else None
+        ),
         options={
             "discover": {"skip": skip or ()},
             "score": {"removal": removal, "protection": protection, "seed": reading.seed},
-            "recover": {"recipe": fp.Recipe(learning_rate=learning_rate, seed=reading.seed), "folder": checkpoints},
+            "recover": {
+                "recipe": fp.Recipe(learning_rate=learning_rate, seed=reading.seed),
+                "folder": checkpoints,
+            },
         },
     )
     if is_first():
@@ -159,7 +246,9 @@ def prune(
 
 @app.command(epilog="Example: fairpruner demo -o digits")
 def demo(
-    output: Annotated[Path, typer.Option("--output", "-o", help="The folder that the demo fills.")] = Path("fairpruner-demo"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="The folder that the demo fills.")] = Path(
+        "fairpruner-demo"
+    ),
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
@@ -179,7 +268,9 @@ def _shuffled(batches: Iterable[Any]) -> Iterable[Any]:
     return DataLoader(batches.dataset, batches.batch_size, shuffle=True, collate_fn=batches.collate_fn)
 
 
-def _save(small: torch.nn.Module, plan: Plan, folder: Path, source: str, max_shard_size: str = SHARD_SIZE) -> None:
+def _save(
+    small: torch.nn.Module, plan: Plan, folder: Path, source: str, max_shard_size: str = SHARD_SIZE
+) -> None:
     """Write a model's folder, in place of one that `check_room` found replaceable."""
     _clear(folder)
     fp.save(small, plan, folder, build=source, max_shard_size=max_shard_size)

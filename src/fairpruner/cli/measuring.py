@@ -13,33 +13,62 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 import fairpruner as fp
-from fairpruner.cli.common import AsJson, Device, Force, Model, ScoresFile, Weights, app, check_room, parse_names, parse_shape, show, trained
+from fairpruner.cli.common import (
+    AsJson,
+    Device,
+    Force,
+    Model,
+    ScoresFile,
+    Weights,
+    app,
+    check_room,
+    parse_names,
+    parse_shape,
+    show,
+    trained,
+)
 from fairpruner.core.scores import Scores
 from fairpruner.errors import FairprunerError
 from fairpruner.inputs.sources import example_for
 from fairpruner.measuring import RUNTIMES
 from fairpruner.terminal import Shown, table_of
 
-Shape = Annotated[str | None, typer.Option(help="Shape of one input without the batch, such as 3,32,32; a zoo's model knows its own.")]
+Shape = Annotated[
+    str | None,
+    typer.Option(help="Shape of one input without the batch, such as 3,32,32; a zoo's model knows its own."),
+]
 Threads = Annotated[int | None, typer.Option(help="Threads; all that torch takes by default.")]
 
 
-@app.command(epilog="Example: fairpruner measure net.py:build --weights net.safetensors --pruned small --shape 3,32,32 --runtimes eager,onnxruntime")
+@app.command(
+    epilog=(
+        "Example: fairpruner measure net.py:build --weights net.safetensors --pruned small --shape 3,32,32"
+        " --runtimes eager,onnxruntime"
+    )
+)
 def measure(
     model: Model,
     weights: Weights = None,
-    pruned: Annotated[Path | None, typer.Option(help="The folder of a pruned model, to compare with the one it was cut from.")] = None,
+    pruned: Annotated[
+        Path | None,
+        typer.Option(help="The folder of a pruned model, to compare with the one it was cut from."),
+    ] = None,
     shape: Shape = None,
     batch_sizes: Annotated[str, typer.Option(help="Batch sizes, with commas between.")] = "1,4,8",
     threads: Threads = None,
     runtimes: Annotated[str, typer.Option(help=f"One or several of {', '.join(RUNTIMES)}.")] = "eager",
     repeats: Annotated[int, typer.Option(help="Rounds in which all run once.")] = 30,
     memory: Annotated[bool, typer.Option(help="Peak memory, of a new process for each model.")] = True,
-    energy: Annotated[str | None, typer.Option(help="Energy and CO2 too, for the power mix of a country: its ISO code, such as DEU.")] = None,
+    energy: Annotated[
+        str | None,
+        typer.Option(help="Energy and CO2 too, for the power mix of a country: its ISO code, such as DEU."),
+    ] = None,
     device: Device = "cpu",
     as_json: AsJson = False,
 ) -> None:
-    """Measure params, FLOPs, bytes, latency and memory of a model, or of a pruned one beside the original."""
+    """Measure params, FLOPs, bytes, latency and memory of a model, or of a pruned one beside the
+    original.
+    """
     original = trained(model, weights, device)
     small = None if pruned is None else fp.load(pruned, build=model).to(device)
     found = fp.measure(
@@ -56,22 +85,32 @@ def measure(
     show(Shown(found, found.to_json()), as_json)
 
 
-@app.command(epilog="Example: fairpruner latency torchvision:resnet50 scores.safetensors --batch-size 1 -o latency.json")
+@app.command(
+    epilog=(
+        "Example: fairpruner latency torchvision:resnet50 scores.safetensors --batch-size 1 -o latency.json"
+    )
+)
 def latency(
     model: Model,
     scores: ScoresFile,
     weights: Weights = None,
     shape: Shape = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where the table goes.")] = Path("latency.json"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where the table goes.")] = Path(
+        "latency.json"
+    ),
     batch_size: Annotated[int, typer.Option(help="Samples per batch.")] = 1,
     threads: Threads = None,
-    runtime: Annotated[str, typer.Option(help=f"{', '.join(RUNTIMES)}.", autocompletion=lambda: list(RUNTIMES))] = "eager",
+    runtime: Annotated[
+        str, typer.Option(help=f"{', '.join(RUNTIMES)}.", autocompletion=lambda: list(RUNTIMES))
+    ] = "eager",
     repeats: Annotated[int, typer.Option(help="Rounds in which all cut models run once.")] = 10,
     device: Device = "cpu",
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure once how long a scored model takes at any widths, on this machine: then `plan --keep latency=0.6 --latency FILE` needs no model."""
+    """Measure once how long a scored model takes at any widths, on this machine: then `plan --keep
+    latency=0.6 --latency FILE` needs no model.
+    """
     check_room(output, force)
     spaces = Scores.load(scores).spaces
     net = trained(model, weights, device)
@@ -95,13 +134,23 @@ def latency(
 def _example(source: str, net: nn.Module, shape: str | None, device: str) -> Any:
     example = torch.rand(1, *parse_shape(shape)) if shape is not None else example_for(source, net)
     if example is None:
-        raise FairprunerError(f"{source} does not say what its input looks like: give --shape, such as --shape 3,32,32.")
+        raise FairprunerError(
+            f"{source} does not say what its input looks like: give --shape, such as --shape 3,32,32."
+        )
     return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), example)
 
 
 def _shown(table: fp.LatencyTable, place: Path) -> Shown:
-    rows = [(f"{measured:.3g}", f"{predicted:.3g}", f"{miss:+.1%}") for (measured, predicted), miss in zip(table.trials, table.misses, strict=True)]
+    rows = [
+        (f"{measured:.3g}", f"{predicted:.3g}", f"{miss:+.1%}")
+        for (measured, predicted), miss in zip(table.trials, table.misses, strict=True)
+    ]
     title = f"{place}: {len(table.ops)} operations; widths count in multiples of {table.multiple}"
     setting = ", ".join(f"{name} {value}" for name, value in table.setting.items())
-    facts = {"file": str(place), "multiple": table.multiple, "setting": dict(table.setting), "trials": [list(trial) for trial in table.trials]}
+    facts = {
+        "file": str(place),
+        "multiple": table.multiple,
+        "setting": dict(table.setting),
+        "trials": [list(trial) for trial in table.trials],
+    }
     return Shown(table_of(title, ("measured ms", "by the table", "miss"), rows, notes=[setting]), facts)

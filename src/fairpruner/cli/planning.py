@@ -55,7 +55,12 @@ from fairpruner.terminal import Shown
 def discover(
     model: Model,
     weights: Weights = None,
-    shape: Annotated[str | None, typer.Option(help="Shape of one input without the batch, such as 3,32,32; a zoo's model knows its own.")] = None,
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            help="Shape of one input without the batch, such as 3,32,32; a zoo's model knows its own."
+        ),
+    ] = None,
     data: Annotated[str | None, Data] = None,
     size: Size = None,
     text_column: TextColumn = "text",
@@ -67,26 +72,57 @@ def discover(
     """Show what can be removed from a model, and what cannot and why."""
     net = load_model(model, weights)
     if data is not None:
-        example = example_of(Reading(samples=1, size=size, text_column=text_column, length=length).read(model, net, data), torch.device("cpu"))
+        example = example_of(
+            Reading(samples=1, size=size, text_column=text_column, length=length).read(model, net, data),
+            torch.device("cpu"),
+        )
     else:
         example = torch.rand(1, *parse_shape(shape)) if shape is not None else example_for(model, net)
         if example is None:
-            raise FairprunerError(f"{model} does not say what its input looks like: give --shape, such as --shape 3,32,32, or --data.")
-    show(show_spaces(fp.discover(net, example, kinds=parse_names(kinds) if kinds else None, skip=skip or ())), as_json)
+            raise FairprunerError(
+                f"{model} does not say what its input looks like: give --shape, such as --shape 3,32,32, or"
+                " --data."
+            )
+    show(
+        show_spaces(fp.discover(net, example, kinds=parse_names(kinds) if kinds else None, skip=skip or ())),
+        as_json,
+    )
 
 
-@app.command(epilog="Example: fairpruner score net.py:build --weights net.safetensors --data digits.npz --removal wasserstein,l1 -o scores.safetensors")
+@app.command(
+    epilog=(
+        "Example: fairpruner score net.py:build --weights net.safetensors --data digits.npz --removal"
+        " wasserstein,l1 -o scores.safetensors"
+    )
+)
 @reads_data
 def score(
     model: Model,
     data: Annotated[str, Data],
     weights: Weights = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where the scores go.")] = Path("scores.safetensors"),
-    removal: Annotated[str | None, typer.Option(help=f"One or several of {', '.join(fp.signals.names('removal'))}; by default what fits each kind.")] = None,
-    protection: Annotated[
-        str | None, typer.Option(help=f"One or several of {', '.join(fp.signals.names('protection'))}; by default what fits each kind.")
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where the scores go.")] = Path(
+        "scores.safetensors"
+    ),
+    removal: Annotated[
+        str | None,
+        typer.Option(
+            help=(
+                f"One or several of {', '.join(fp.signals.names('removal'))}; by default what fits each kind."
+            )
+        ),
     ] = None,
-    groups: Annotated[int | None, typer.Option(help="Compare this many groups of similar classes instead of all classes.")] = None,
+    protection: Annotated[
+        str | None,
+        typer.Option(
+            help=(
+                f"One or several of {', '.join(fp.signals.names('protection'))}; by default what fits each"
+                " kind."
+            )
+        ),
+    ] = None,
+    groups: Annotated[
+        int | None, typer.Option(help="Compare this many groups of similar classes instead of all classes.")
+    ] = None,
     reading: Reading = CALIBRATION,
     skip: Skip = None,
     kinds: Kinds = None,
@@ -98,11 +134,27 @@ def score(
     check_room(output, force)
     net = trained(model, weights, device)
     if is_rows(data) and reading.label_column is None and not is_causal(net):
-        raise FairprunerError(f"{type(net).__name__} does not predict the next token, so its texts need classes: give --label-column.")
+        raise FairprunerError(
+            f"{type(net).__name__} does not predict the next token, so its texts need classes: give"
+            " --label-column."
+        )
     batches = reading.read(model, net, data)
-    spaces = fp.discover(net, example_of(batches, torch.device(device)), kinds=parse_names(kinds) if kinds else None, skip=skip or ())
+    spaces = fp.discover(
+        net,
+        example_of(batches, torch.device(device)),
+        kinds=parse_names(kinds) if kinds else None,
+        skip=skip or (),
+    )
     removals, protections = (parse_names(names) if names else None for names in (removal, protection))
-    scores = fp.score(net, batches, spaces=spaces, removal=removals, protection=protections, groups=groups, seed=reading.seed)
+    scores = fp.score(
+        net,
+        batches,
+        spaces=spaces,
+        removal=removals,
+        protection=protections,
+        groups=groups,
+        seed=reading.seed,
+    )
     if is_first():
         scores.save(output)
         show(show_scores(scores, str(output)), as_json)
@@ -111,8 +163,12 @@ def score(
 @app.command(epilog="Example: fairpruner sweep scores.safetensors --metric flops --amounts 0.3,0.5,0.7")
 def sweep(
     scores: ScoresFile,
-    metric: Annotated[str, typer.Option(help=f"{', '.join(BUDGETS)}.", autocompletion=lambda: list(BUDGETS))] = "flops",
-    amounts: Annotated[str, typer.Option(help="What to keep: shares such as 0.5, or counts such as 1000000.")] = "0.9,0.8,0.7,0.6,0.5,0.4,0.3",
+    metric: Annotated[
+        str, typer.Option(help=f"{', '.join(BUDGETS)}.", autocompletion=lambda: list(BUDGETS))
+    ] = "flops",
+    amounts: Annotated[
+        str, typer.Option(help="What to keep: shares such as 0.5, or counts such as 1000000.")
+    ] = "0.9,0.8,0.7,0.6,0.5,0.4,0.3",
     rule: Rule = "tod",
     exact: Exact = False,
     multiple_of: MultipleOf = "1",
@@ -127,13 +183,21 @@ def sweep(
     kept = parse_numbers(amounts)
     known: Metric = metric  # type: ignore[assignment]  # Budget checks it
     constraints = _constraints(multiple_of, min_keep, latency)
-    show(show_sweep(fp.sweep(loaded, known, kept, rule=rule, exact=exact, **constraints), kept, metric), as_json)
+    show(
+        show_sweep(fp.sweep(loaded, known, kept, rule=rule, exact=exact, **constraints), kept, metric),
+        as_json,
+    )
 
 
 @app.command(epilog="Example: fairpruner plan scores.safetensors --keep flops=0.5 -o plan.json")
 def plan(
     scores: ScoresFile,
-    keep: Annotated[str | None, typer.Option(help="The budget, such as flops=0.5, params=1000000, units=0.8 or, with --latency, latency=0.6.")] = None,
+    keep: Annotated[
+        str | None,
+        typer.Option(
+            help="The budget, such as flops=0.5, params=1000000, units=0.8 or, with --latency, latency=0.6."
+        ),
+    ] = None,
     alpha: Annotated[float | None, typer.Option(help="The tolerance in [0, 1), instead of a budget.")] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where the plan goes.")] = Path("plan.json"),
     rule: Rule = "tod",
@@ -158,12 +222,26 @@ def plan(
     chosen = fp.allocate(loaded, alpha, keep=budget, rule=rule, exact=exact, **constraints)
     diagnosis = fp.diagnose(loaded, chosen)
     chosen.save(output)
-    show(Shown(diagnosis, {"file": str(output), **diagnosis.to_json(), "original": dict(chosen.original), "predicted": dict(chosen.predicted)}), as_json)
+    show(
+        Shown(
+            diagnosis,
+            {
+                "file": str(output),
+                **diagnosis.to_json(),
+                "original": dict(chosen.original),
+                "predicted": dict(chosen.predicted),
+            },
+        ),
+        as_json,
+    )
 
 
 @app.command(epilog="Example: fairpruner info plan.json")
 def info(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="A scores file, a plan, or the folder of a pruned model.")], as_json: AsJson = False
+    path: Annotated[
+        Path, typer.Argument(metavar="PATH", help="A scores file, a plan, or the folder of a pruned model.")
+    ],
+    as_json: AsJson = False,
 ) -> None:
     """Show what a file or folder of fairpruner holds."""
     if path.suffix == ".safetensors":
@@ -174,4 +252,8 @@ def info(
 
 def _constraints(multiple_of: str, min_keep: str, latency: Path | None) -> dict[str, Any]:
     """What limits every plan, as `fp.allocate` takes it."""
-    return {"multiple_of": parse_multiple(multiple_of), "min_keep": parse_number(min_keep), "latency": read_latency(latency)}
+    return {
+        "multiple_of": parse_multiple(multiple_of),
+        "min_keep": parse_number(min_keep),
+        "latency": read_latency(latency),
+    }

@@ -20,10 +20,15 @@ from fairpruner.inputs.sources import transform_of
 from fairpruner.inputs.text import Columns, is_rows, load_text
 
 Data = typer.Option(
-    help="A folder of class subfolders of images, an .npz with x and y, a .jsonl or .csv of texts, or package.module:FUNCTION or file.py:FUNCTION that returns batches."
+    help=(
+        "A folder of class subfolders of images, an .npz with x and y, a .jsonl or .csv of texts, or"
+        " package.module:FUNCTION or file.py:FUNCTION that returns batches."
+    )
 )
 Size = Annotated[int | None, typer.Option(help="Images: side in pixels after resizing and centre crop.")]
-TextColumn = Annotated[str, typer.Option(help="Texts: the column that holds them, or two with a comma between for pairs.")]
+TextColumn = Annotated[
+    str, typer.Option(help="Texts: the column that holds them, or two with a comma between for pairs.")
+]
 Length = Annotated[int, typer.Option(help="Texts: take this many tokens of each.")]
 
 
@@ -31,18 +36,26 @@ Length = Annotated[int, typer.Option(help="Texts: take this many tokens of each.
 class Reading:
     """How the data of one command is read."""
 
-    samples: Annotated[int | None, typer.Option(help="Use this many samples, evenly over the classes; all by default.")] = None
+    samples: Annotated[
+        int | None, typer.Option(help="Use this many samples, evenly over the classes; all by default.")
+    ] = None
     batch_size: BatchSize = 64
     size: Size = None
-    mean: Annotated[str, typer.Option(help="Images and uint8 arrays: mean per channel, of values in [0, 1].")] = "0"
+    mean: Annotated[
+        str, typer.Option(help="Images and uint8 arrays: mean per channel, of values in [0, 1].")
+    ] = "0"
     std: Annotated[str, typer.Option(help="Images and uint8 arrays: standard deviation per channel.")] = "1"
     text_column: TextColumn = "text"
-    label_column: Annotated[str | None, typer.Option(help="Texts: the column of their classes; a language model can do without.")] = None
+    label_column: Annotated[
+        str | None, typer.Option(help="Texts: the column of their classes; a language model can do without.")
+    ] = None
     length: Length = 128
     seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0
 
     def read(self, source: str, net: nn.Module, data: str) -> Iterable[Any]:
-        """The data, its images prepared as the options say, or where they say nothing as the model's zoo does; its texts by the model's tokenizer."""
+        """The data, its images prepared as the options say, or where they say nothing as the model's zoo
+        does; its texts by the model's tokenizer.
+        """
         sampling = Sampling(self.samples, self.batch_size, self.seed)
         if is_rows(data):
             return self._texts(source, net, data, sampling)
@@ -52,9 +65,14 @@ class Reading:
 
     def _texts(self, source: str, net: Any, data: str, sampling: Sampling) -> Iterable[Any]:
         if not is_source(source):
-            raise FairprunerError(f"Data {data} is text, and {source} has no tokenizer: name a model of Hugging Face, hf:FOLDER.")
+            raise FairprunerError(
+                f"Data {data} is text, and {source} has no tokenizer: name a model of Hugging Face,"
+                " hf:FOLDER."
+            )
         tokenizer = tokenizer_of(place_of(source))
-        if net.config.pad_token_id is None:  # a classifier made of a language model looks for the last real token by it
+        if (
+            net.config.pad_token_id is None
+        ):  # a classifier made of a language model looks for the last real token by it
             net.config.pad_token_id = tokenizer.pad_token_id
         columns = Columns(parse_names(self.text_column), self.label_column, self.length)
         return load_text(data, tokenizer, sampling, columns, classes=net.config.label2id)
@@ -73,6 +91,14 @@ def reads_data(command: Callable[..., None]) -> Callable[..., None]:
     def expanded(**given: Any) -> None:
         command(reading=Reading(**{name: given.pop(name) for name in options}), **given)
 
-    parameters = [p for name in own for p in ((o.replace(default=defaults[o.name]) for o in options.values()) if name == "reading" else (own[name],))]
+    parameters = [
+        p
+        for name in own
+        for p in (
+            (o.replace(default=defaults[o.name]) for o in options.values())
+            if name == "reading"
+            else (own[name],)
+        )
+    ]
     expanded.__signature__ = inspect.Signature([p.replace(kind=p.KEYWORD_ONLY) for p in parameters])  # type: ignore[attr-defined]
     return expanded

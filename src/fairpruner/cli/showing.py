@@ -16,12 +16,24 @@ from fairpruner.terminal import Shown
 
 @app.command(epilog="Example: fairpruner report scores.safetensors --plan plan.json -o report.html")
 def report(
-    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A scores file, or the folder of a pruned model.")],
-    plan: Annotated[Path | None, typer.Option(help="The plan to begin with: a plan's file, or the folder of a pruned model.")] = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where the page goes.")] = Path("report.html"),
-    measured: Annotated[Path | None, typer.Option(help='A JSON file of measured numbers: {"cut": {"accuracy": 0.91, "flops": 62e6}}.')] = None,
+    source: Annotated[
+        Path, typer.Argument(metavar="SOURCE", help="A scores file, or the folder of a pruned model.")
+    ],
+    plan: Annotated[
+        Path | None,
+        typer.Option(help="The plan to begin with: a plan's file, or the folder of a pruned model."),
+    ] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where the page goes.")] = Path(
+        "report.html"
+    ),
+    measured: Annotated[
+        Path | None,
+        typer.Option(help='A JSON file of measured numbers: {"cut": {"accuracy": 0.91, "flops": 62e6}}.'),
+    ] = None,
     latency: Latency = None,
-    title: Annotated[str | None, typer.Option(help="The page's title; the name of the source by default.")] = None,
+    title: Annotated[
+        str | None, typer.Option(help="The page's title; the name of the source by default.")
+    ] = None,
     removal: Removal = None,
     protection: Protection = None,
     force: Force = False,
@@ -30,7 +42,11 @@ def report(
     """Write a page on which every plan of the scores can be looked at and chosen."""
     check_room(output, force)
     told = fp.report(
-        source if source.is_dir() else Scores.load(source).using(removal, protection), plan, measured=measured, latency=latency, title=title or source.name
+        source if source.is_dir() else Scores.load(source).using(removal, protection),
+        plan,
+        measured=measured,
+        latency=latency,
+        title=title or source.name,
     )
     told.save_html(output)
     show(Shown(told, {"file": str(output), **told.to_json()}), as_json)
@@ -38,9 +54,20 @@ def report(
 
 @app.command(epilog="Example: fairpruner plot tolerance scores.safetensors -o tolerance.svg")
 def plot(
-    figure: Annotated[str, typer.Argument(metavar="FIGURE", help=f"{', '.join(FIGURES)}.", autocompletion=lambda: list(FIGURES))],
-    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="What it is drawn from: scores, a plan or a folder for profile, JSON curves for ablation.")],
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="A .png, .svg or .pdf file; FIGURE.png by default.")] = None,
+    figure: Annotated[
+        str,
+        typer.Argument(metavar="FIGURE", help=f"{', '.join(FIGURES)}.", autocompletion=lambda: list(FIGURES)),
+    ],
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="SOURCE",
+            help="What it is drawn from: scores, a plan or a folder for profile, JSON curves for ablation.",
+        ),
+    ],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="A .png, .svg or .pdf file; FIGURE.png by default.")
+    ] = None,
     force: Force = False,
 ) -> None:
     """Draw one of the paper's figures."""

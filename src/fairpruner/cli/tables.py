@@ -23,21 +23,43 @@ from fairpruner.terminal import Shown, amount, table_of
 def show_spaces(spaces: Spaces) -> Shown:
     """What can be removed, and what was left out."""
     costs = predict(spaces, {})
-    items = [{"name": s.name, "kind": s.kind, "size": s.size, "min_keep": s.min_keep, "tensors": len({p.tensor for p in s.slices})} for s in spaces]
+    items = [
+        {
+            "name": s.name,
+            "kind": s.kind,
+            "size": s.size,
+            "min_keep": s.min_keep,
+            "tensors": len({p.tensor for p in s.slices}),
+        }
+        for s in spaces
+    ]
     table = table_of(
-        f"{len(spaces)} spaces, {costs['units']:,} units in {costs['params']:,} params and {costs['flops']:,} FLOPs (MACs)",
+        f"{len(spaces)} spaces, {costs['units']:,} units in {costs['params']:,} params and {costs['flops']:,}"
+        " FLOPs (MACs)",
         ("space", "kind", "units", "keeps at least", "tensors"),
         [item.values() for item in items],
         notes=[f"Left out {name}: {reason}" for name, reason in spaces.left_out.items()],
     )
-    return Shown(table, {"spaces": items, "left_out": dict(spaces.left_out), "original": costs, "fingerprint": spaces.fingerprint})
+    return Shown(
+        table,
+        {
+            "spaces": items,
+            "left_out": dict(spaces.left_out),
+            "original": costs,
+            "fingerprint": spaces.fingerprint,
+        },
+    )
 
 
 def show_history(history: Sequence[Epoch], place: str) -> Shown:
     """What each epoch of recovery came to."""
     rows = [asdict(epoch) for epoch in history]
     return Shown(
-        table_of(f"{place}: recovered in {len(rows)} epochs", list(rows[0]) if rows else ["epoch"], [[_cell(v) for v in row.values()] for row in rows]),
+        table_of(
+            f"{place}: recovered in {len(rows)} epochs",
+            list(rows[0]) if rows else ["epoch"],
+            [[_cell(v) for v in row.values()] for row in rows],
+        ),
         {"folder": place, "epochs": rows},
     )
 
@@ -47,35 +69,69 @@ def _cell(value: object) -> object:
 
 
 def show_scores(scores: Scores, place: str) -> Shown:
-    """What was scored, by which signals, and how well two disjoint halves of the data agree on the ranking."""
+    """What was scored, by which signals, and how well two disjoint halves of the data agree on the
+    ranking.
+    """
     headings = {signal: _heading(signal, scores) for signal in scores.halves}
-    stability = {s.name: {signal: spearman(*by_space[s.name]) for signal, by_space in scores.halves.items() if s.name in by_space} for s in scores.spaces}
+    stability = {
+        s.name: {
+            signal: spearman(*by_space[s.name])
+            for signal, by_space in scores.halves.items()
+            if s.name in by_space
+        }
+        for s in scores.spaces
+    }
     table = table_of(
-        f"{place}: {scores.samples:,} samples, removal {', '.join(scores.removals)}, protection {', '.join(scores.protections)}",
+        f"{place}: {scores.samples:,} samples, removal {', '.join(scores.removals)}, protection"
+        f" {', '.join(scores.protections)}",
         ("space", "kind", "units", *headings.values()),
-        [(s.name, s.kind, s.size, *(_decimal(stability[s.name].get(signal)) for signal in headings)) for s in scores.spaces],
-        notes=["Stability: rank correlation of the scores from two disjoint halves of the data."] if headings else [],
+        [
+            (s.name, s.kind, s.size, *(_decimal(stability[s.name].get(signal)) for signal in headings))
+            for s in scores.spaces
+        ],
+        notes=(
+            ["Stability: rank correlation of the scores from two disjoint halves of the data."]
+            if headings
+            else []
+        ),
     )
-    items = [{"name": s.name, "kind": s.kind, "size": s.size, "stability": stability[s.name]} for s in scores.spaces]
-    summary = {"samples": scores.samples, "removal": list(scores.removals), "protection": list(scores.protections), "settings": dict(scores.settings)}
+    items = [
+        {"name": s.name, "kind": s.kind, "size": s.size, "stability": stability[s.name]}
+        for s in scores.spaces
+    ]
+    summary = {
+        "samples": scores.samples,
+        "removal": list(scores.removals),
+        "protection": list(scores.protections),
+        "settings": dict(scores.settings),
+    }
     return Shown(table, {"file": place, **summary, "spaces": items})
 
 
 def _heading(signal: str, scores: Scores) -> str:
     """The column of a signal's stability; one that is another for each kind has too long a name."""
-    return f"stability of {signal if '=' not in signal else 'removal' if signal in scores.removals else 'protection'}"
+    return (
+        "stability of"
+        f" {signal if '=' not in signal else 'removal' if signal in scores.removals else 'protection'}"
+    )
 
 
 def show_plan(plan: Plan, place: str, repairs: Sequence[Note] = ()) -> Shown:
     """How much of each space and of each metric is kept, and what was repaired."""
     outcomes = Counter((note.outcome, note.reason) for note in repairs)
-    items = [{"name": s.name, "kind": s.kind, "size": s.size, "kept": s.size - plan.depths[s.name]} for s in plan.spaces]
+    items = [
+        {"name": s.name, "kind": s.kind, "size": s.size, "kept": s.size - plan.depths[s.name]}
+        for s in plan.spaces
+    ]
     table = table_of(
         f"{place}: {describe_plan(plan)}",
         ("space", "kind", "units", "kept"),
         [item.values() for item in items],
         notes=[
-            *(f"{metric}: {amount(plan.original[metric])} → {amount(plan.predicted[metric])}" for metric in plan.predicted),
+            *(
+                f"{metric}: {amount(plan.original[metric])} → {amount(plan.predicted[metric])}"
+                for metric in plan.predicted
+            ),
             *(f"Repair: {count} {outcome} ({reason})" for (outcome, reason), count in outcomes.items()),
         ],
     )
@@ -89,29 +145,55 @@ def show_sweep(plans: Sequence[Plan], amounts: Sequence[float | int], metric: st
     table = table_of(
         f"Budgets of {metric}",
         ("asked", "tolerance", *(f"{m} kept" for m in metrics)),
-        [(asked, _decimal(p.alpha, 4), *(f"{amount(p.predicted[m])} ({p.share(m):.1%})" for m in metrics)) for asked, p in zip(amounts, plans, strict=True)],
+        [
+            (asked, _decimal(p.alpha, 4), *(f"{amount(p.predicted[m])} ({p.share(m):.1%})" for m in metrics))
+            for asked, p in zip(amounts, plans, strict=True)
+        ],
     )
-    return Shown(table, {"metric": metric, "plans": [{"asked": asked, **plan_facts(plan)} for asked, plan in zip(amounts, plans, strict=True)]})
+    return Shown(
+        table,
+        {
+            "metric": metric,
+            "plans": [
+                {"asked": asked, **plan_facts(plan)} for asked, plan in zip(amounts, plans, strict=True)
+            ],
+        },
+    )
 
 
 def show_demo(outcome: Outcome, place: str) -> Shown:
     """The plan's table, the accuracies, other budgets, and how to go on."""
     before, after = outcome.plan.original, outcome.plan.predicted
     lines = [
-        f"Accuracy on the test digits: {outcome.original:.1%} → {outcome.cut:.1%} when cut → {outcome.repaired:.1%} repaired without training → {outcome.recovered:.1%} after one epoch of it",
-        f"FLOPs (MACs): {before['flops']:,} → {after['flops']:,}; params: {before['params']:,} → {after['params']:,}",
+        (
+            f"Accuracy on the test digits: {outcome.original:.1%} → {outcome.cut:.1%} when cut →"
+            f" {outcome.repaired:.1%} repaired without training → {outcome.recovered:.1%} after one epoch"
+            " of it"
+        ),
+        (
+            f"FLOPs (MACs): {before['flops']:,} → {after['flops']:,}; params: {before['params']:,} →"
+            f" {after['params']:,}"
+        ),
         "",
         f"{len(outcome.others)} other budgets from the same scores took {1000 * outcome.seconds:.1f} ms:",
     ]
     follow = [
-        f"Files are in {place}: {DATA}, {WEIGHTS}, {SCORES} and the pruned model in {place}/{PRUNED}. Go on with",
+        (
+            f"Files are in {place}: {DATA}, {WEIGHTS}, {SCORES} and the pruned model in {place}/{PRUNED}. Go"
+            " on with"
+        ),
         f"  fairpruner sweep {place}/{SCORES}",
         f"  fairpruner info {place}/{PRUNED}",
     ]
     others = show_sweep(outcome.others, BUDGETS, "flops")
     content = {
         "folder": place,
-        "accuracy": {"original": outcome.original, "cut": outcome.cut, "repaired": outcome.repaired, "recovered": outcome.recovered},
+        "accuracy": {
+            "original": outcome.original,
+            "cut": outcome.cut,
+            "repaired": outcome.repaired,
+            "recovered": outcome.recovered,
+        },
         "plan": {**plan_facts(outcome.plan), **outcome.diagnosis.to_json()},
         "sweep": others.json,
         "sweep_seconds": outcome.seconds,

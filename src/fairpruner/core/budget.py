@@ -17,7 +17,8 @@ BUDGETS: tuple[Metric, ...] = (*METRICS, "bytes", "experts", "latency", "latency
 
 @dataclass(frozen=True)
 class Budget:
-    """How much of a metric is kept: a float is a share of the original, an int a count; latency is a share, latency_ms milliseconds.
+    """How much of a metric is kept: a float is a share of the original, an int a count; latency is a
+    share, latency_ms milliseconds.
 
     >>> Budget("flops", 0.5).target(125_000_000)
     62500000.0
@@ -30,20 +31,33 @@ class Budget:
         if self.metric not in BUDGETS:
             raise unknown("metric", self.metric, BUDGETS)
         amount = self.amount
-        if isinstance(amount, (bool, np.bool_)) or not isinstance(amount, (int, float, np.integer, np.floating)):
-            raise FairprunerError(f"Budget {self.metric} keep={amount!r} is a {type(amount).__name__}, expected a float share or an int count.")
+        if isinstance(amount, (bool, np.bool_)) or not isinstance(
+            amount, (int, float, np.integer, np.floating)
+        ):
+            raise FairprunerError(
+                f"Budget {self.metric} keep={amount!r} is a {type(amount).__name__}, expected a float share"
+                " or an int count."
+            )
         if self.metric == "latency_ms":
             if not 0 < amount < math.inf:
-                raise FairprunerError(f"Budget latency_ms keep={amount:g} is no time, expected milliseconds above 0.")
+                raise FairprunerError(
+                    f"Budget latency_ms keep={amount:g} is no time, expected milliseconds above 0."
+                )
             return
         if self.metric == "latency" and not (isinstance(amount, (float, np.floating)) and 0 < amount <= 1):
-            raise FairprunerError(f"Budget latency keep={amount:g} is not a share in (0, 1]; for milliseconds, write latency_ms.")
+            raise FairprunerError(
+                f"Budget latency keep={amount:g} is not a share in (0, 1]; for milliseconds, write"
+                " latency_ms."
+            )
         if isinstance(amount, (float, np.floating)) and not (0 < amount <= 1):
             raise FairprunerError(
-                f"Budget {self.metric} keep={amount:g} is not a share in (0, 1]; write an int (for example {max(1, math.ceil(amount)) if math.isfinite(amount) else 1}) to keep a count."
+                f"Budget {self.metric} keep={amount:g} is not a share in (0, 1]; write an int (for example"
+                f" {max(1, math.ceil(amount)) if math.isfinite(amount) else 1}) to keep a count."
             )
         if isinstance(amount, (int, np.integer)) and amount < 1:
-            raise FairprunerError(f"Budget {self.metric} keep={amount} keeps nothing, expected a count of at least 1.")
+            raise FairprunerError(
+                f"Budget {self.metric} keep={amount} keeps nothing, expected a count of at least 1."
+            )
 
     @property
     def is_share(self) -> bool:
@@ -59,5 +73,7 @@ class Budget:
         if self.is_share:
             return float(self.amount) * original
         if self.amount > original:
-            raise FairprunerError(f"Budget {self.metric} keep={self.amount} is more than the model has ({original:.15g}).")
+            raise FairprunerError(
+                f"Budget {self.metric} keep={self.amount} is more than the model has ({original:.15g})."
+            )
         return float(self.amount)

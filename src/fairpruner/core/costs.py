@@ -24,9 +24,11 @@ class Lengths:
 
     def __init__(self, factors: Sequence[Factor], spaces: Spaces, orders: Sequence[Ints]) -> None:
         self._sizes = np.array([factor.size for factor in factors], dtype=np.int64)
-        # Nearly every unit of a space owns the same number of indices of an axis: one matrix does for those.
+        # Nearly every unit of a space owns the same number of indices of an axis: one matrix does for
+        # those.
         self._slopes = np.zeros((len(factors), len(spaces)), dtype=np.int64)
-        self._ragged: list[tuple[int, int, Ints]] = []  # (factor, space, [J + 1] indices gone at each depth)
+        # (factor, space, [J + 1] indices gone at each depth)
+        self._ragged: list[tuple[int, int, Ints]] = []
         position = {name: s for s, name in enumerate(spaces.names)}
         for f, factor in enumerate(factors):
             for name, owned in factor.owned.items():
@@ -39,7 +41,9 @@ class Lengths:
                     self._ragged.append((f, s, np.concatenate([[0], np.cumsum(owned[orders[s]])])))
 
     def kept(self, depths: Ints) -> Ints:
-        """When `depths[s]` units go from the s-th space: of one plan [S] -> [F], or of several [S, N] -> [F, N]."""
+        """When `depths[s]` units go from the s-th space: of one plan [S] -> [F], or of several [S, N] ->
+        [F, N].
+        """
         kept: Ints = (self._sizes if depths.ndim == 1 else self._sizes[:, None]) - self._slopes @ depths
         for f, s, gone in self._ragged:
             kept[f] -= gone[depths[s]]
@@ -55,13 +59,17 @@ class CostTable:
         self._latency = latency
         self.metrics = metrics_of(spaces) + (() if latency is None else ("latency_ms",))
         model = spaces.costs
-        self._lengths = Lengths([*model.factors, Factor(1, {})], spaces, orders)  # the last is the empty product
+        self._lengths = Lengths(
+            [*model.factors, Factor(1, {})], spaces, orders
+        )  # the last is the empty product
         self._timed = None if latency is None else Lengths(latency.factors, spaces, orders)
         terms = {"params": model.params, "flops": model.flops, "bytes": model.bytes}
         self._terms = {metric: _arrays(t, len(model.factors)) for metric, t in terms.items()}
 
     def totals(self, metric: Metric, depths: Ints) -> float:
-        """What is kept of a metric when `depths[s]` units go from the s-th space, [S] -> a count, or milliseconds."""
+        """What is kept of a metric when `depths[s]` units go from the s-th space, [S] -> a count, or
+        milliseconds.
+        """
         if metric == "latency_ms":
             return float(self.milliseconds(depths[:, None])[0])
         if metric in ("units", "experts"):
@@ -92,7 +100,9 @@ def metrics_of(spaces: Spaces) -> tuple[Metric, ...]:
     return METRICS + (("bytes",) if spaces.costs.bytes else ()) + (("experts",) if experts else ())
 
 
-def predict(spaces: Spaces, removed: Mapping[str, Sequence[int]], latency: LatencyTable | None = None) -> dict[str, float]:
+def predict(
+    spaces: Spaces, removed: Mapping[str, Sequence[int]], latency: LatencyTable | None = None
+) -> dict[str, float]:
     """What is kept of every metric when these units are removed from each space."""
     orders, depths = [], []
     for space in spaces:

@@ -1,9 +1,11 @@
-"""A latency table: how long each operation of one model takes at any widths, on one machine, batch size and runtime.
+"""A latency table: how long each operation of one model takes at any widths, on one machine, batch size
+and runtime.
 
-An operation's milliseconds are a fixed part, a part that follows its multiply-accumulates, and one for each of its axes that
-follows the axis' length, as norms and activations do. Every length counts as its next multiple of `multiple`, as hardware
-computes it, and lengths that are no multiple may cost an extra share of the work.
-The whole model is not put together but known: its tensors may be just large enough to cost extra, and all shares refer to it.
+An operation's milliseconds are a fixed part, a part that follows its multiply-accumulates, and one for
+each of its axes that follows the axis' length, as norms and activations do. Every length counts as its
+next multiple of `multiple`, as hardware computes it, and lengths that are no multiple may cost an extra
+share of the work. The whole model is not put together but known: its tensors may be just large enough to
+cost extra, and all shares refer to it.
 """
 
 from __future__ import annotations
@@ -34,7 +36,10 @@ class TimedOp:
 
     def __post_init__(self) -> None:
         if min(self.fixed, self.work, self.uneven, *self.widths) < 0 or len(self.widths) != len(self.factors):
-            raise FairprunerError(f"A timed operation takes no negative time, and one for the width of each of its axes, found {self}.")
+            raise FairprunerError(
+                "A timed operation takes no negative time, and one for the width of each of its axes, found"
+                f" {self}."
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,21 +52,27 @@ class LatencyTable:
     multiple: int  # of widths: what the machine computes in one go
     fingerprint: str  # of the model
     setting: Mapping[str, Any] = field(default_factory=dict)  # batch size, threads, runtime, machine
-    trials: tuple[tuple[float, float], ...] = ()  # (measured, predicted) milliseconds of the cut models it was made from
+    trials: tuple[
+        tuple[float, float], ...
+    ] = ()  # (measured, predicted) milliseconds of the cut models it was made from
 
     def __post_init__(self) -> None:
         if self.multiple < 1 or not self.ops or not self.original > 0:
             raise FairprunerError(
-                f"A latency table has operations, a multiple of at least 1 and a time above 0, found {len(self.ops)}, {self.multiple} and {self.original}."
+                "A latency table has operations, a multiple of at least 1 and a time above 0, found"
+                f" {len(self.ops)}, {self.multiple} and {self.original}."
             )
         for op in self.ops:
             if any(not 0 <= f < len(self.factors) for f in op.factors):
-                raise FairprunerError(f"A latency table's operations multiply its own {len(self.factors)} axes, found {op}.")
+                raise FairprunerError(
+                    f"A latency table's operations multiply its own {len(self.factors)} axes, found {op}."
+                )
 
     def milliseconds(self, lengths: Ints) -> Floats:
         """Of plans that keep so much of each axis, [F, N] -> [N].
 
-        >>> table = LatencyTable((Factor(32, {}),), (TimedOp((0,), 0.5, 4.0, 1.0, (0.5,)),), original=5.5, multiple=16, fingerprint="")
+        >>> op = TimedOp((0,), 0.5, 4.0, 1.0, (0.5,))
+        >>> table = LatencyTable((Factor(32, {}),), (op,), original=5.5, multiple=16, fingerprint="")
         >>> table.milliseconds(np.array([[32, 20, 16, 3]])).tolist()
         [5.5, 6.0, 2.75, 3.25]
         """
@@ -113,7 +124,13 @@ class LatencyTable:
         return LatencyTable(
             factors=tuple(Factor.from_json(f) for f in content["factors"]),
             ops=tuple(
-                TimedOp(tuple(map(index, factors)), float(fixed), float(work), float(uneven), tuple(map(float, widths)))
+                TimedOp(
+                    tuple(map(index, factors)),
+                    float(fixed),
+                    float(work),
+                    float(uneven),
+                    tuple(map(float, widths)),
+                )
                 for factors, fixed, work, uneven, widths in content["ops"]
             ),
             original=float(content["original"]),
@@ -133,5 +150,6 @@ def check_table(table: LatencyTable, spaces: Spaces) -> None:
     """Refuse a table of another model."""
     if table.fingerprint != spaces.fingerprint:
         raise FairprunerError(
-            f"The latency table belongs to another model: it has the fingerprint {table.fingerprint}, expected {spaces.fingerprint}. Measure the model that was scored."
+            f"The latency table belongs to another model: it has the fingerprint {table.fingerprint},"
+            f" expected {spaces.fingerprint}. Measure the model that was scored."
         )

@@ -19,7 +19,9 @@ from fairpruner.errors import FairprunerError
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Which units go, from every space, and what the smaller model will cost: enough for `cut`, with no scores."""
+    """Which units go, from every space, and what the smaller model will cost: enough for `cut`, with no
+    scores.
+    """
 
     spaces: Spaces
     removed: Mapping[str, tuple[int, ...]]  # space -> unit indices, in removal order
@@ -31,16 +33,30 @@ class Plan:
 
     def __post_init__(self) -> None:
         if set(self.removed) != set(self.spaces.names):
-            raise FairprunerError(f"The plan removes from the spaces {sorted(self.removed)}, expected {sorted(self.spaces.names)}.")
+            raise FairprunerError(
+                f"The plan removes from the spaces {sorted(self.removed)}, expected"
+                f" {sorted(self.spaces.names)}."
+            )
         for space in self.spaces:
             units = self.removed[space.name]
             if len(set(units)) != len(units) or any(not 0 <= u < space.size for u in units):
-                raise FairprunerError(f"The plan's units of space {space.name!r} must be distinct and in [0, {space.size}), found {units}.")
+                raise FairprunerError(
+                    f"The plan's units of space {space.name!r} must be distinct and in [0, {space.size}),"
+                    f" found {units}."
+                )
             if space.size - len(units) < space.min_keep:
-                raise FairprunerError(f"The plan keeps {space.size - len(units)} units of space {space.name!r}, expected at least {space.min_keep}.")
-            lost = np.bincount(np.array(units, dtype=np.int64) * space.groups // space.size, minlength=space.groups)
+                raise FairprunerError(
+                    f"The plan keeps {space.size - len(units)} units of space {space.name!r}, expected at"
+                    f" least {space.min_keep}."
+                )
+            lost = np.bincount(
+                np.array(units, dtype=np.int64) * space.groups // space.size, minlength=space.groups
+            )
             if (lost != lost[0]).any():
-                raise FairprunerError(f"The plan removes {lost.tolist()} units from the groups of space {space.name!r}, expected equally many from each.")
+                raise FairprunerError(
+                    f"The plan removes {lost.tolist()} units from the groups of space {space.name!r},"
+                    " expected equally many from each."
+                )
 
     @property
     def depths(self) -> dict[str, int]:
@@ -65,7 +81,9 @@ class Plan:
 
     @staticmethod
     def load(path: str | Path) -> Plan:
-        """Read a plan; one without a digest was written or edited by hand, and what it costs is worked out anew."""
+        """Read a plan; one without a digest was written or edited by hand, and what it costs is worked
+        out anew.
+        """
         content = read_json(path, "plan")
         with understanding(path):
             return Plan.from_json(content, edited=content.get("digest") is None)
@@ -106,10 +124,19 @@ def _plain(amount: float) -> float:
 def plan_facts(plan: Plan) -> dict[str, Any]:
     """A plan's numbers without its units."""
     shares = {metric: plan.share(metric) for metric in plan.predicted}
-    return {"rule": plan.rule, "alpha": plan.alpha, "exact": plan.exact, "original": dict(plan.original), "predicted": dict(plan.predicted), "share": shares}
+    return {
+        "rule": plan.rule,
+        "alpha": plan.alpha,
+        "exact": plan.exact,
+        "original": dict(plan.original),
+        "predicted": dict(plan.predicted),
+        "share": shares,
+    }
 
 
 def describe_plan(plan: Plan) -> str:
     """The rule, the tolerance and the kept shares, in one line."""
     tolerance = "" if plan.alpha is None else f" at tolerance {plan.alpha:.3g}"
-    return f"{plan.rule}{tolerance} keeps " + ", ".join(f"{plan.share(metric):.1%} of {metric}" for metric in METRICS)
+    return f"{plan.rule}{tolerance} keeps " + ", ".join(
+        f"{plan.share(metric):.1%} of {metric}" for metric in METRICS
+    )

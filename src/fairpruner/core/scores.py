@@ -30,7 +30,9 @@ class Scores:
     removals: Mapping[str, Mapping[str, Floats]]  # signal -> space -> [J], small = remove first
     protections: Mapping[str, Mapping[str, Floats]]  # signal -> space -> [J], large = protect
     samples: int
-    halves: Mapping[str, Mapping[str, Floats]] = field(default_factory=dict)  # signal -> space -> [2, J], from disjoint halves of the data
+    halves: Mapping[str, Mapping[str, Floats]] = field(
+        default_factory=dict
+    )  # signal -> space -> [2, J], from disjoint halves of the data
     settings: Mapping[str, Any] = field(default_factory=dict)  # how they were made: seed, projections, …
 
     def __post_init__(self) -> None:
@@ -38,7 +40,10 @@ class Scores:
             raise FairprunerError("Scores need at least one removal and one protection signal.")
         for signal, by_space in (*self.removals.items(), *self.protections.items()):
             if set(by_space) != set(self.spaces.names):
-                raise FairprunerError(f"Signal {signal!r} scores the spaces {sorted(by_space)}, expected {sorted(self.spaces.names)}.")
+                raise FairprunerError(
+                    f"Signal {signal!r} scores the spaces {sorted(by_space)}, expected"
+                    f" {sorted(self.spaces.names)}."
+                )
             for space in self.spaces:
                 check_scores(by_space[space.name], space, signal)
 
@@ -57,27 +62,47 @@ class Scores:
 
     def using(self, removal: str | None = None, protection: str | None = None) -> Scores:
         """The same scores with other signals active."""
-        return replace(self, removals=_first(self.removals, removal), protections=_first(self.protections, protection))
+        return replace(
+            self, removals=_first(self.removals, removal), protections=_first(self.protections, protection)
+        )
 
     def only(self, kinds: Sequence[str] | None = None, skip: Sequence[str] = ()) -> Scores:
         """The scores of some spaces: plans made from them leave the others whole."""
         spaces = self.spaces.only(kinds, skip)
 
         def narrowed(signals: Mapping[str, Mapping[str, Floats]]) -> dict[str, dict[str, Floats]]:
-            return {signal: {name: values for name, values in by_space.items() if name in spaces.names} for signal, by_space in signals.items()}
+            return {
+                signal: {name: values for name, values in by_space.items() if name in spaces.names}
+                for signal, by_space in signals.items()
+            }
 
-        return replace(self, spaces=spaces, removals=narrowed(self.removals), protections=narrowed(self.protections), halves=narrowed(self.halves))
+        return replace(
+            self,
+            spaces=spaces,
+            removals=narrowed(self.removals),
+            protections=narrowed(self.protections),
+            halves=narrowed(self.halves),
+        )
 
     def save(self, path: str | Path) -> None:
-        """Write scores to one .safetensors file: arrays as float64 tensors, the rest as JSON in its metadata."""
+        """Write scores to one .safetensors file: arrays as float64 tensors, the rest as JSON in its
+        metadata.
+        """
         tensors = {
             _key(group, signal, space): torch.from_numpy(np.ascontiguousarray(values))
             for group in SIGNALS
             for signal, by_space in getattr(self, group).items()
             for space, values in by_space.items()
         }
-        signals = {group: list(getattr(self, group)) for group in SIGNALS}  # the first of each is the active one
-        content = {"samples": self.samples, "settings": dict(self.settings), "signals": signals, "spaces": self.spaces.to_json()}
+        signals = {
+            group: list(getattr(self, group)) for group in SIGNALS
+        }  # the first of each is the active one
+        content = {
+            "samples": self.samples,
+            "settings": dict(self.settings),
+            "signals": signals,
+            "spaces": self.spaces.to_json(),
+        }
         with written_whole(path) as temporary:
             write_tensors(temporary, "scores", content, tensors)
 
@@ -89,26 +114,38 @@ class Scores:
             spaces = Spaces.from_json(content["spaces"])
             arrays = {
                 group: {
-                    signal: {name: tensors[_key(group, signal, name)].numpy() for name in spaces.names if _key(group, signal, name) in tensors}
+                    signal: {
+                        name: tensors[_key(group, signal, name)].numpy()
+                        for name in spaces.names
+                        if _key(group, signal, name) in tensors
+                    }
                     for signal in signals
                 }
                 for group, signals in content["signals"].items()
             }
-            return Scores(spaces=spaces, samples=index(content["samples"]), settings=content["settings"], **arrays)
+            return Scores(
+                spaces=spaces, samples=index(content["samples"]), settings=content["settings"], **arrays
+            )
 
 
 def check_scores(values: Floats, space: UnitSpace, signal: str) -> None:
     """Refuse a score vector of the wrong type or length, or one with NaN or infinity in it."""
     if values.dtype != np.float64 or values.shape != (space.size,):
-        raise FairprunerError(f"Signal {signal!r} gave {values.dtype}{list(values.shape)} for space {space.name!r}, expected float64[{space.size}].")
+        raise FairprunerError(
+            f"Signal {signal!r} gave {values.dtype}{list(values.shape)} for space {space.name!r}, expected"
+            f" float64[{space.size}]."
+        )
     bad = int((~np.isfinite(values)).sum())
     if bad:
         raise FairprunerError(
-            f"Signal {signal!r} gave {bad} of {space.size} values that are not finite for space {space.name!r}: look for NaN or infinity in the model's activations, weights or loss."
+            f"Signal {signal!r} gave {bad} of {space.size} values that are not finite for space"
+            f" {space.name!r}: look for NaN or infinity in the model's activations, weights or loss."
         )
 
 
-def _first(signals: Mapping[str, Mapping[str, Floats]], name: str | None) -> Mapping[str, Mapping[str, Floats]]:
+def _first(
+    signals: Mapping[str, Mapping[str, Floats]], name: str | None
+) -> Mapping[str, Mapping[str, Floats]]:
     if name is None:
         return signals
     if name not in signals:

@@ -1,4 +1,6 @@
-"""Files on disk: safetensors for tensors, JSON for the rest, never pickle; every file is sealed with a digest."""
+"""Files on disk: safetensors for tensors, JSON for the rest, never pickle; every file is sealed with a
+digest.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ WIDTH = 120  # of a line of a readable file
 
 @contextmanager
 def written_whole(path: str | Path) -> Iterator[Path]:
-    """A sibling to write a file or a folder to: it takes the name `path` only when all is written, and is gone if anything fails."""
+    """A sibling to write a file or a folder to: it takes the name `path` only when all is written, and is
+    gone if anything fails.
+    """
     path = Path(os.path.abspath(path))
     temporary = path.parent / f".{path.name}.{uuid4().hex[:8]}"
     try:
@@ -51,7 +55,9 @@ def write_json(path: str | Path, kind: str, content: Json) -> None:
 def write_tensors(path: Path, kind: str, content: Json, tensors: Mapping[str, torch.Tensor]) -> None:
     path.touch()
     mode = path.stat().st_mode  # safetensors would leave a file that only its owner can read
-    save_file(dict(tensors), path, metadata={"format": "pt", "fairpruner": compact(_sealed(kind, content, tensors))})
+    save_file(
+        dict(tensors), path, metadata={"format": "pt", "fairpruner": compact(_sealed(kind, content, tensors))}
+    )
     path.chmod(mode)
 
 
@@ -89,14 +95,21 @@ def _opened(text: str, path: Path, kind: str, tensors: Mapping[str, torch.Tensor
         raise FairprunerError(f"{path} is no JSON file, or only a part of one: {error}.") from error
     found = content.get("format") if isinstance(content, dict) else None
     if found != f"fairpruner {kind}":
-        raise FairprunerError(f"{path} holds {found or 'nothing that fairpruner wrote'}, expected a fairpruner {kind} file.")
+        raise FairprunerError(
+            f"{path} holds {found or 'nothing that fairpruner wrote'}, expected a fairpruner {kind} file."
+        )
     version = content.get("version")
     if not isinstance(version, int) or not 1 <= version <= VERSION:
-        raise FairprunerError(f"{path} has format version {version}, this fairpruner reads up to version {VERSION}: upgrade fairpruner.")
+        raise FairprunerError(
+            f"{path} has format version {version}, this fairpruner reads up to version {VERSION}: upgrade"
+            " fairpruner."
+        )
     body = {key: value for key, value in content.items() if key not in ("format", "version", "digest")}
     if content.get("digest") not in ((None, digest(body)) if tensors is None else (digest(body, tensors),)):
         advice = "restore it" + (", or delete its digest if the change is yours." if tensors is None else ".")
-        raise FairprunerError(f"{path} was altered after it was written, its digest does not fit its content: {advice}")
+        raise FairprunerError(
+            f"{path} was altered after it was written, its digest does not fit its content: {advice}"
+        )
     return dict(content)
 
 
@@ -128,7 +141,9 @@ def compact(value: Any, *, sort_keys: bool = False) -> str:
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False, sort_keys=sort_keys)
     except (TypeError, ValueError) as error:
-        raise FairprunerError(f"Only text, finite numbers, lists and mappings can be saved as JSON: {error}.") from error
+        raise FairprunerError(
+            f"Only text, finite numbers, lists and mappings can be saved as JSON: {error}."
+        ) from error
 
 
 def readable(value: Any, indent: str = "") -> str:
@@ -143,6 +158,8 @@ def readable(value: Any, indent: str = "") -> str:
         return flat
     inner = indent + "  "
     keys = [f"{compact(str(key))}: " for key in value] if isinstance(value, dict) else [""] * len(value)
-    lines = ",\n".join(f"{inner}{key}{readable(child, inner)}" for key, child in zip(keys, children, strict=True))
+    lines = ",\n".join(
+        f"{inner}{key}{readable(child, inner)}" for key, child in zip(keys, children, strict=True)
+    )
     opening, closing = "{}" if isinstance(value, dict) else "[]"
     return f"{opening}\n{lines}\n{indent}{closing}"

@@ -57,21 +57,38 @@ class UnitSpace:
     slices: tuple[Slice, ...]
     counts: tuple[Count, ...] = ()
     min_keep: int = 1
-    groups: int = 1  # consecutive, equally long blocks of units that lose equally many, as a router's groups do
-    multiple: int = 1  # of which the kept number is one, unless all are kept: what the kernels of some models can compute
+    groups: int = (
+        1  # consecutive, equally long blocks of units that lose equally many, as a router's groups do
+    )
+    multiple: int = (
+        # of which the kept number is one, unless all are kept: what the kernels of some models can
+        # compute
+        1
+    )
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise unknown("kind", self.kind, KINDS)
         if self.groups < 1 or self.size % self.groups:
-            raise FairprunerError(f"Space {self.name!r} has {self.size} units in {self.groups} groups: expected groups of equal length.")
+            raise FairprunerError(
+                f"Space {self.name!r} has {self.size} units in {self.groups} groups: expected groups of equal"
+                " length."
+            )
         if self.multiple < 1 or self.size % self.multiple:
-            raise FairprunerError(f"Space {self.name!r} has {self.size} units and keeps multiples of {self.multiple}: expected a divisor of its size.")
+            raise FairprunerError(
+                f"Space {self.name!r} has {self.size} units and keeps multiples of {self.multiple}: expected"
+                " a divisor of its size."
+            )
         if self.size < 1 or not 1 <= self.min_keep <= self.size:
-            raise FairprunerError(f"Space {self.name!r} has {self.size} units and keeps at least {self.min_keep}: expected 1 <= min_keep <= size.")
+            raise FairprunerError(
+                f"Space {self.name!r} has {self.size} units and keeps at least {self.min_keep}: expected 1 <="
+                " min_keep <= size."
+            )
         for owner in [*(s.owner for s in self.slices), *(c.owner for c in self.counts)]:
             if owner.ndim != 1 or owner.size == 0 or owner.min() < -1 or owner.max() >= self.size:
-                raise FairprunerError(f"Space {self.name!r}: owners must be a vector of unit indices in [-1, {self.size}).")
+                raise FairprunerError(
+                    f"Space {self.name!r}: owners must be a vector of unit indices in [-1, {self.size})."
+                )
 
     def slices_of(self, role: Role) -> tuple[Slice, ...]:
         return tuple(s for s in self.slices if s.role == role)
@@ -81,7 +98,9 @@ class UnitSpace:
         """The read slice whose input tensor shows every unit as late as possible: what signals look at."""
         complete = [s for s in self.slices_of("read") if np.unique(s.owner[s.owner >= 0]).size == self.size]
         if not complete:
-            raise FairprunerError(f"Space {self.name!r} has no consumer that reads all of its {self.size} units.")
+            raise FairprunerError(
+                f"Space {self.name!r} has no consumer that reads all of its {self.size} units."
+            )
         return complete[-1]
 
 
@@ -97,12 +116,16 @@ class Factor:
 
     @staticmethod
     def from_json(content: Mapping[str, Any]) -> Factor:
-        return Factor(index(content["size"]), {name: decode_runs(runs) for name, runs in content["owned"].items()})
+        return Factor(
+            index(content["size"]), {name: decode_runs(runs) for name, runs in content["owned"].items()}
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class Term:
-    """One summand of a cost: `coefficient` times the kept lengths of `factors` (positions in CostModel.factors)."""
+    """One summand of a cost: `coefficient` times the kept lengths of `factors` (positions in
+    CostModel.factors).
+    """
 
     coefficient: int
     factors: tuple[int, ...]
@@ -115,7 +138,9 @@ class CostModel:
     factors: tuple[Factor, ...]
     params: tuple[Term, ...]
     flops: tuple[Term, ...]
-    bytes: tuple[Term, ...] = ()  # of the parameters in their types; none in files from before they were counted
+    bytes: tuple[
+        Term, ...
+    ] = ()  # of the parameters in their types; none in files from before they were counted
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +155,10 @@ class Spaces:
     def __post_init__(self) -> None:
         names = [space.name for space in self.items]
         if len(set(names)) != len(names):
-            raise FairprunerError(f"Space names must differ, found {sorted(n for n in names if names.count(n) > 1)} more than once.")
+            raise FairprunerError(
+                f"Space names must differ, found {sorted(n for n in names if names.count(n) > 1)} more than"
+                " once."
+            )
 
     def __iter__(self) -> Iterator[UnitSpace]:
         return iter(self.items)
@@ -166,13 +194,25 @@ class Spaces:
             if not any(matches(name, (pattern,)) for name in (*self.names, *self.left_out)):
                 raise unknown("space to skip", pattern, self.names)
         skipped = {s.name: "skipped by the caller" for s in self if matches(s.name, patterns)}
-        unwanted = {s.name: f"of kind {s.kind}, not asked for" for s in self if kinds is not None and s.kind not in kinds}
+        unwanted = {
+            s.name: f"of kind {s.kind}, not asked for"
+            for s in self
+            if kinds is not None and s.kind not in kinds
+        }
         return self.without({**unwanted, **skipped})
 
     def without(self, left: Mapping[str, str]) -> Spaces:
         """The spaces but some, which are left out for the reasons given."""
-        factors = tuple(Factor(f.size, {name: owned for name, owned in f.owned.items() if name not in left}) for f in self.costs.factors)
-        return replace(self, items=tuple(s for s in self if s.name not in left), left_out={**self.left_out, **left}, costs=replace(self.costs, factors=factors))
+        factors = tuple(
+            Factor(f.size, {name: owned for name, owned in f.owned.items() if name not in left})
+            for f in self.costs.factors
+        )
+        return replace(
+            self,
+            items=tuple(s for s in self if s.name not in left),
+            left_out={**self.left_out, **left},
+            costs=replace(self.costs, factors=factors),
+        )
 
     def to_json(self) -> Json:
         """Spaces with all that they hold; owner vectors as runs."""
@@ -187,8 +227,14 @@ class Spaces:
                     "min_keep": space.min_keep,
                     "groups": space.groups,
                     "multiple": space.multiple,
-                    "slices": [{"tensor": s.tensor, "dim": s.dim, "role": s.role, "owner": encode_runs(s.owner)} for s in space.slices],
-                    "counts": [{"module": c.module, "attribute": c.attribute, "owner": encode_runs(c.owner)} for c in space.counts],
+                    "slices": [
+                        {"tensor": s.tensor, "dim": s.dim, "role": s.role, "owner": encode_runs(s.owner)}
+                        for s in space.slices
+                    ],
+                    "counts": [
+                        {"module": c.module, "attribute": c.attribute, "owner": encode_runs(c.owner)}
+                        for c in space.counts
+                    ],
                 }
                 for space in self
             ],
@@ -209,16 +255,25 @@ class Spaces:
                 kind=item["kind"],
                 size=index(item["size"]),
                 min_keep=index(item["min_keep"]),
-                groups=index(item.get("groups", 1)),  # files from before there were experts have neither, nor bytes
+                groups=index(
+                    item.get("groups", 1)
+                ),  # files from before there were experts have neither, nor bytes
                 multiple=index(item.get("multiple", 1)),
-                slices=tuple(Slice(s["tensor"], index(s["dim"]), decode_runs(s["owner"]), s["role"]) for s in item["slices"]),
-                counts=tuple(Count(c["module"], c["attribute"], decode_runs(c["owner"])) for c in item["counts"]),
+                slices=tuple(
+                    Slice(s["tensor"], index(s["dim"]), decode_runs(s["owner"]), s["role"])
+                    for s in item["slices"]
+                ),
+                counts=tuple(
+                    Count(c["module"], c["attribute"], decode_runs(c["owner"])) for c in item["counts"]
+                ),
             )
             for item in content["items"]
         )
         costs = content["costs"]
         factors = tuple(Factor.from_json(f) for f in costs["factors"])
-        model = CostModel(factors, _terms(costs["params"]), _terms(costs["flops"]), _terms(costs.get("bytes", ())))
+        model = CostModel(
+            factors, _terms(costs["params"]), _terms(costs["flops"]), _terms(costs.get("bytes", ()))
+        )
         return Spaces(items, dict(content["left_out"]), model, content["fingerprint"])
 
 

@@ -13,7 +13,9 @@ from fairpruner.errors import FairprunerError
 
 @dataclass(frozen=True, eq=False)
 class ConflictCurve:
-    """Overlap of the m first units to remove with the m first to protect, for m = 0..J (the paper's ToD times m)."""
+    """Overlap of the m first units to remove with the m first to protect, for m = 0..J (the paper's ToD
+    times m).
+    """
 
     overlaps: Ints  # [J + 1]
 
@@ -21,12 +23,25 @@ class ConflictCurve:
         o, size = self.overlaps, self.overlaps.size - 1
         m = np.arange(size + 1)
         steps = np.diff(o)
-        if size < 1 or o[0] != 0 or o[-1] != size or steps.min() < 0 or steps.max() > 2 or (o > m).any() or (o < 2 * m - size).any():
-            raise FairprunerError("A conflict curve starts at 0, ends at J, rises by 0, 1 or 2 and lies between max(0, 2m - J) and m.")
+        if (
+            size < 1
+            or o[0] != 0
+            or o[-1] != size
+            or steps.min() < 0
+            or steps.max() > 2
+            or (o > m).any()
+            or (o < 2 * m - size).any()
+        ):
+            raise FairprunerError(
+                "A conflict curve starts at 0, ends at J, rises by 0, 1 or 2 and lies between max(0, 2m - J)"
+                " and m."
+            )
 
     @property
     def tod(self) -> Floats:
-        """ToD(m) = overlap / max(m, 1), [J + 1]; distinct fractions stay distinct in float64 up to J = 2**26."""
+        """ToD(m) = overlap / max(m, 1), [J + 1]; distinct fractions stay distinct in float64 up to J =
+        2**26.
+        """
         return self.overlaps / np.maximum(np.arange(self.overlaps.size), 1)
 
     def depth(self, alpha: float) -> int:
@@ -40,12 +55,15 @@ def check_alpha(alpha: float) -> float:
         raise FairprunerError(f"Alpha must be a number in [0, 1), found {alpha!r}.")
     value = float(alpha)
     if not 0 <= value < 1:
-        raise FairprunerError(f"Alpha is {value:g}, expected a tolerance in [0, 1): 0 allows no conflict, 0.1 one unit in ten.")
+        raise FairprunerError(
+            f"Alpha is {value:g}, expected a tolerance in [0, 1): 0 allows no conflict, 0.1 one unit in ten."
+        )
     return value
 
 
 def conflict_curve(removal: ArrayLike, protection: ArrayLike, groups: int = 1) -> ConflictCurve:
-    """How many of the m first units to remove, [J], are among the m first to protect, [J], for every m: the paper's ToD.
+    """How many of the m first units to remove, [J], are among the m first to protect, [J], for every m:
+    the paper's ToD.
 
     Units go by turns from `groups` blocks of equal length, as `removal_order` has them.
 
@@ -55,7 +73,10 @@ def conflict_curve(removal: ArrayLike, protection: ArrayLike, groups: int = 1) -
     """
     u, r = _vector(removal, "Removal"), _vector(protection, "Protection")
     if u.size != r.size:
-        raise FairprunerError(f"Removal scores {u.size} units and protection {r.size}: give both for the same units of one space.")
+        raise FairprunerError(
+            f"Removal scores {u.size} units and protection {r.size}: give both for the same units of one"
+            " space."
+        )
     # A unit lies in both sets of size m from the moment that the later of its two ranks is reached.
     later = np.maximum(_ranks(removal_order(u, groups)), _ranks(_ascending(-r)))  # [J], 1..J
     return ConflictCurve(np.cumsum(np.bincount(later, minlength=u.size + 1)))
@@ -64,7 +85,8 @@ def conflict_curve(removal: ArrayLike, protection: ArrayLike, groups: int = 1) -
 def removal_order(removal: ArrayLike, groups: int = 1) -> Ints:
     """The units in the order in which they go, [J]: by (U, j), so ties go from the lowest index on.
 
-    With groups, consecutive and equally long, by the rank within the group before that: the first of every group, then the second.
+    With groups, consecutive and equally long, by the rank within the group before that: the first of
+    every group, then the second.
 
     >>> removal_order([0.5, 0.1, 0.5]).tolist(), removal_order([1, 2, 4, 3], groups=2).tolist()
     ([1, 0, 2], [0, 3, 1, 2])
@@ -96,15 +118,22 @@ def _vector(values: ArrayLike, what: str) -> Floats:
     except (TypeError, ValueError, RuntimeError) as error:
         raise FairprunerError(f"{what} scores must be numbers, one per unit: {error}") from error
     if vector.ndim != 1 or vector.size == 0:
-        raise FairprunerError(f"{what} scores have the shape {list(vector.shape)}, expected one number per unit and at least one unit.")
+        raise FairprunerError(
+            f"{what} scores have the shape {list(vector.shape)}, expected one number per unit and at least"
+            " one unit."
+        )
     bad = int((~np.isfinite(vector)).sum())
     if bad:
-        raise FairprunerError(f"{what} scores hold {bad} of {vector.size} values that are NaN or infinite: score again without them.")
+        raise FairprunerError(
+            f"{what} scores hold {bad} of {vector.size} values that are NaN or infinite: score again without"
+            " them."
+        )
     return vector
 
 
 def spearman(a: Floats, b: Floats) -> float | None:
-    """Spearman's rank correlation of two score vectors, [J], ties at their average rank; None where one is constant.
+    """Spearman's rank correlation of two score vectors, [J], ties at their average rank; None where one
+    is constant.
 
     >>> spearman(np.array([1.0, 2.0, 3.0]), np.array([1.0, 4.0, 9.0]))
     1.0

@@ -19,11 +19,14 @@ from fairpruner.models.experts import expert_blocks, plain_experts, unsupported_
 from fairpruner.models.fingerprint import fingerprint
 
 
-def discover(model: nn.Module, example: Any, *, kinds: Sequence[str] | None = None, skip: Sequence[str] = ()) -> Spaces:
-    """Find what can be removed from a model, by one forward pass over `example` and a check of every space found.
+def discover(
+    model: nn.Module, example: Any, *, kinds: Sequence[str] | None = None, skip: Sequence[str] = ()
+) -> Spaces:
+    """Find what can be removed from a model, by one forward pass over `example` and a check of every
+    space found.
 
-    `kinds` limits the search to some of `channel`, `hidden`, `head`, `expert`; `skip` names spaces, modules
-    or patterns to leave alone.
+    `kinds` limits the search to some of `channel`, `hidden`, `head`, `expert`; `skip` names spaces,
+    modules or patterns to leave alone.
 
     >>> import torch
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -39,33 +42,48 @@ def discover(model: nn.Module, example: Any, *, kinds: Sequence[str] | None = No
 def _discover(model: nn.Module, example: Any, kinds: Sequence[str] | None, skip: Sequence[str]) -> Spaces:
     blocks = expert_blocks(model)
     experts = [expert_space(model, block, example) for block in blocks]
-    whole = {space.name: f"routing needs all of its {space.size} experts" for space in experts if space.min_keep == space.size}
+    whole = {
+        space.name: f"routing needs all of its {space.size} experts"
+        for space in experts
+        if space.min_keep == space.size
+    }
     removable = [space for space in experts if space.name not in whole]
     seen = trace(model, example, removable)
     assembled, fixed = assemble(seen, model)
     found = [aligned(space, {block.experts for block in blocks}) for space in assembled]
     left_out = {**fixed, **whole, **unsupported_experts(model)}
-    chosen = Spaces(tuple(as_data_flows((*found, *removable), seen)), left_out, CostModel((), (), ()), fingerprint(model)).only(kinds, skip)
+    chosen = Spaces(
+        tuple(as_data_flows((*found, *removable), seen)), left_out, CostModel((), (), ()), fingerprint(model)
+    ).only(kinds, skip)
     left_out = dict(chosen.left_out)
     sound, failed = _proven(model, example, chosen.items)
     left_out |= failed
     if not sound:
         raise FairprunerError(
             f"There is nothing to prune in {type(model).__name__}: "
-            + ("; ".join(f"{n}: {r}" for n, r in list(left_out.items())[:5]) or "no weight writes what another reads")
+            + (
+                "; ".join(f"{n}: {r}" for n, r in list(left_out.items())[:5])
+                or "no weight writes what another reads"
+            )
             + "."
         )
     return Spaces(tuple(sound), left_out, cost_model(seen, sound, model), chosen.fingerprint)
 
 
-def _proven(model: nn.Module, example: Any, spaces: Sequence[UnitSpace]) -> tuple[list[UnitSpace], dict[str, str]]:
-    """The spaces whose cut was seen to be right, some of them coupled to be so, and name -> reason for the others."""
+def _proven(
+    model: nn.Module, example: Any, spaces: Sequence[UnitSpace]
+) -> tuple[list[UnitSpace], dict[str, str]]:
+    """The spaces whose cut was seen to be right, some of them coupled to be so, and name -> reason for
+    the others.
+    """
     failed = verify(model, example, spaces)
     coupled = couple([space for space in spaces if space.name in failed and space.kind != "expert"])
     wrong = verify(model, example, [space for space, _ in coupled])
     right = {space.name: space for space, _ in coupled if space.name not in wrong}
     absorbed = {name for space, names in coupled if space.name in right for name in names}
-    sound = [right.get(space.name, space) for space in spaces if space.name in right or space.name not in failed]
+    sound = [
+        right.get(space.name, space) for space in spaces if space.name in right or space.name not in failed
+    ]
     left_out = {name: reason for name, reason in failed.items() if name not in absorbed}
     if right:  # seen to be right alone: now once more among all
         late = verify(model, example, sound)

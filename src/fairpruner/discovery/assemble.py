@@ -44,7 +44,12 @@ def assemble(trace: Trace, model: nn.Module) -> tuple[list[UnitSpace], dict[str,
 def as_data_flows(spaces: Iterable[UnitSpace], trace: Trace) -> list[UnitSpace]:
     """Spaces in the order in which the forward pass first met what writes them."""
     met = {(slot.tensor, slot.dim): position for position, slot in enumerate(trace.classes.slots)}
-    return sorted(spaces, key=lambda space: min(met.get((s.tensor, s.dim), len(met)) for s in space.slices_of("write") or space.slices))
+    return sorted(
+        spaces,
+        key=lambda space: min(
+            met.get((s.tensor, s.dim), len(met)) for s in space.slices_of("write") or space.slices
+        ),
+    )
 
 
 def _signatures(classes: Classes, dims: Ints, roots: Ints) -> Ints:
@@ -74,7 +79,11 @@ def _producer(classes: Classes, dims: Ints, members: Ints) -> int:
 
 
 def _module_of(tensor: str) -> str:
-    return tensor.split(".parametrizations.")[0] if ".parametrizations." in tensor else tensor.rpartition(".")[0] or tensor
+    return (
+        tensor.split(".parametrizations.")[0]
+        if ".parametrizations." in tensor
+        else tensor.rpartition(".")[0] or tensor
+    )
 
 
 def _why_not(classes: Classes, members: Ints) -> str:
@@ -89,7 +98,15 @@ def _why_not(classes: Classes, members: Ints) -> str:
     return ""
 
 
-def _space(name: str, classes: Classes, dims: Ints, members: Ints, producer: int, counted: Sequence[Counted], model: nn.Module) -> UnitSpace:
+def _space(
+    name: str,
+    classes: Classes,
+    dims: Ints,
+    members: Ints,
+    producer: int,
+    counted: Sequence[Counted],
+    model: nn.Module,
+) -> UnitSpace:
     ids = members + 1
     lead = ids[dims[members] == producer]
     representatives, first = np.unique(classes.roots[lead], return_index=True)
@@ -105,15 +122,27 @@ def _space(name: str, classes: Classes, dims: Ints, members: Ints, producer: int
         role: Role = "read" if used & Use.READ else "write" if used & Use.WRITE else "carry"
         slices.append((int(classes.last[span].max()), Slice(slot.tensor, slot.dim, owner, role)))
     slices.sort(key=lambda item: item[0])
-    counts = tuple(Count(c.module, c.attribute, owner) for c in counted if ((owner := units[classes.roots[c.ids]]) >= 0).any())
-    space = UnitSpace(name, _kind(classes, ids, model, classes.slots[producer].tensor), order.size, tuple(s for _, s in slices), counts)
+    counts = tuple(
+        Count(c.module, c.attribute, owner)
+        for c in counted
+        if ((owner := units[classes.roots[c.ids]]) >= 0).any()
+    )
+    space = UnitSpace(
+        name,
+        _kind(classes, ids, model, classes.slots[producer].tensor),
+        order.size,
+        tuple(s for _, s in slices),
+        counts,
+    )
     return replace(space, counts=(*counts, *head_counts(space, model))) if space.kind == "head" else space
 
 
 def _kind(classes: Classes, ids: Ints, model: nn.Module, producer: str) -> Kind:
     if classes.use[classes.roots[ids[0]]] & Use.HEAD:
         return "head"
-    fused = any(slot.tensor == producer and classes.own_use[slot.start] & Use.ROUTED for slot in classes.slots)  # matrices of all experts
+    fused = any(
+        slot.tensor == producer and classes.own_use[slot.start] & Use.ROUTED for slot in classes.slots
+    )  # matrices of all experts
     return "channel" if model.get_parameter(producer).ndim > 2 and not fused else "hidden"
 
 
@@ -145,7 +174,9 @@ class Accountant:
                 factors.append(self._factor(ids, owners))
                 total, rest = divmod(total, ids.size)
                 if rest:
-                    raise AssertionError(f"a cost of {total * ids.size + rest} is no multiple of its axis of {ids.size}")
+                    raise AssertionError(
+                        f"a cost of {total * ids.size + rest} is no multiple of its axis of {ids.size}"
+                    )
         return Term(total, tuple(factors))
 
     def _factor(self, ids: Ints, owners: Ints) -> int:
@@ -153,7 +184,8 @@ class Accountant:
         key = (ids.size, np.sort(owners * (1 << 32) + units).tobytes())
         if key not in self._factors:
             owned: Mapping[str, Ints] = {
-                self._spaces[s].name: np.bincount(units[owners == s], minlength=self._spaces[s].size) for s in np.unique(owners[owners >= 0])
+                self._spaces[s].name: np.bincount(units[owners == s], minlength=self._spaces[s].size)
+                for s in np.unique(owners[owners >= 0])
             }
             self._factors[key] = len(self.factors)
             self.factors.append(Factor(ids.size, owned))
@@ -168,7 +200,9 @@ def cost_model(trace: Trace, spaces: Sequence[UnitSpace], model: nn.Module) -> C
     for slot in trace.classes.slots:
         span = np.arange(slot.start, slot.start + slot.size)
         axes.setdefault(slot.tensor, []).append(span)
-        for number, expert in modules[slot.tensor].named_children() if slot.tensor in modules else ():  # all that a listed expert holds goes with it
+        for number, expert in (
+            modules[slot.tensor].named_children() if slot.tensor in modules else ()
+        ):  # all that a listed expert holds goes with it
             for name, _ in expert.named_parameters():
                 axes.setdefault(f"{slot.tensor}.{number}.{name}", []).append(span[[int(number)]])
     sizes = [(p, axes.get(name, ())) for name, p in model.named_parameters()]

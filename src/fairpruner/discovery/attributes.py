@@ -1,4 +1,6 @@
-"""Attributes that say how many heads an attention module has, or how wide they are together, found by what they are called."""
+"""Attributes that say how many heads an attention module has, or how wide they are together, found by
+what they are called.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,28 @@ from fairpruner.core.arrays import Ints
 from fairpruner.core.spaces import Count, UnitSpace
 
 # Attributes that count heads: their value is a multiple of the number of units.
-HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nhead", "num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads")
-# Attributes that tell the width of all heads together: their value is the size of a projection that the heads own.
+HEADS = (
+    "num_heads",
+    "num_attention_heads",
+    "n_heads",
+    "n_head",
+    "heads",
+    "nhead",
+    "num_key_value_heads",
+    "num_kv_heads",
+    "n_kv_heads",
+    "kv_heads",
+)
+# Attributes that tell the width of all heads together: their value is the size of a projection that the
+# heads
+# own.
 WIDTHS = ("all_head_size", "inner_dim", "attn_dim", "split_size", "val_attn_dim", "key_attn_dim")
 
 
 def head_counts(space: UnitSpace, model: nn.Module) -> tuple[Count, ...]:
-    """The counts that must shrink with a space of heads: on the modules that hold its projections, and one above."""
+    """The counts that must shrink with a space of heads: on the modules that hold its projections, and
+    one above.
+    """
     counts = []
     for name in dict.fromkeys(_nearby(space)):
         module = model.get_submodule(name)

@@ -1,4 +1,6 @@
-"""Spaces that fail alone because code splits a tensor into equal parts: together, part by part, they may hold."""
+"""Spaces that fail alone because code splits a tensor into equal parts: together, part by part, they may
+hold.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from fairpruner.core.spaces import Count, Slice, UnitSpace
 
 
 def couple(spaces: Sequence[UnitSpace]) -> list[tuple[UnitSpace, list[str]]]:
-    """Each set of equally large spaces that own parts of the same producer, as one space, with the names it stands for.
+    """Each set of equally large spaces that own parts of the same producer, as one space, with the names
+    it stands for.
 
     A block that chunks its input in two halves works as long as both halves lose the same number: unit j
     of the coupled space is the j-th of every part.
@@ -26,10 +29,21 @@ def _joined(parts: Sequence[UnitSpace]) -> UnitSpace:
     slices: dict[tuple[str, int], Slice] = {}
     for part in (s for space in parts for s in space.slices):
         known = slices.get((part.tensor, part.dim))
-        owner = part.owner if known is None else np.maximum(known.owner, part.owner)  # parts own different indices, -1 elsewhere
+        owner = (
+            part.owner if known is None else np.maximum(known.owner, part.owner)
+        )  # parts own different indices, -1 elsewhere
         slices[part.tensor, part.dim] = Slice(part.tensor, part.dim, owner, part.role)
     counts: dict[tuple[str, str], Count] = {}
     for count in (c for space in parts for c in space.counts):
         counts.setdefault((count.module, count.attribute), count)
     first = parts[0]
-    return UnitSpace(first.name, first.kind, first.size, tuple(slices.values()), tuple(counts.values()), first.min_keep, first.groups, first.multiple)
+    return UnitSpace(
+        first.name,
+        first.kind,
+        first.size,
+        tuple(slices.values()),
+        tuple(counts.values()),
+        first.min_keep,
+        first.groups,
+        first.multiple,
+    )

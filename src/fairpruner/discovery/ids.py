@@ -35,7 +35,9 @@ class Slot:
 
 
 class Ids:
-    """A growing union-find over ids, with vectorised find and unite, and the reasons why some may not be removed."""
+    """A growing union-find over ids, with vectorised find and unite, and the reasons why some may not be
+    removed.
+    """
 
     def __init__(self) -> None:
         self.slots: list[Slot] = []
@@ -53,7 +55,10 @@ class Ids:
         self._count += size
         if self._count > self._parent.size:
             more = max(self._parent.size, size)
-            self._parent, self._lock, self._last = (np.concatenate([a, np.zeros(more, dtype=np.int64)]) for a in (self._parent, self._lock, self._last))
+            self._parent, self._lock, self._last = (
+                np.concatenate([a, np.zeros(more, dtype=np.int64)])
+                for a in (self._parent, self._lock, self._last)
+            )
             self._use = np.concatenate([self._use, np.zeros(more, dtype=np.uint8)])
         self._parent[slot.start : self._count] = np.arange(slot.start, self._count)
         return slot
@@ -76,7 +81,9 @@ class Ids:
             a, b = self.find(a), self.find(b)
             apart = a != b
             a, b = a[apart], b[apart]
-            # Hooking the larger root below the smaller keeps the forest free of cycles, whatever the order of pairs.
+            # Hooking the larger root below the smaller keeps the forest free of cycles, whatever the
+            # order of
+            # pairs.
             np.minimum.at(self._parent, np.maximum(a, b), np.minimum(a, b))
 
     def unite_all(self, ids: Ints) -> None:
@@ -107,7 +114,8 @@ class Ids:
 
     def share_use(self, slots: Sequence[Slot]) -> None:
         """What was done with an id of one slot counts for the ids at its place in all of them."""
-        spans = np.array([np.arange(slot.start, slot.start + slot.size) for slot in slots])  # [slots, size]
+        # [slots, size]
+        spans = np.array([np.arange(slot.start, slot.start + slot.size) for slot in slots])
         self._use[spans] = np.bitwise_or.reduce(self._use[spans], axis=0)
         self._last[spans] = self._last[spans].max(axis=0)
 
@@ -119,7 +127,15 @@ class Ids:
         np.bitwise_or.at(use, roots, self._use[: self._count])
         lock = np.zeros(self._count, dtype=np.int64)
         np.maximum.at(lock, roots, self._lock[: self._count])
-        return Classes(tuple(self.slots), roots, use, self._use[: self._count].copy(), lock, self._last[: self._count].copy(), tuple(self.reasons))
+        return Classes(
+            tuple(self.slots),
+            roots,
+            use,
+            self._use[: self._count].copy(),
+            lock,
+            self._last[: self._count].copy(),
+            tuple(self.reasons),
+        )
 
 
 @dataclass(frozen=True)
@@ -141,7 +157,9 @@ def as_ids(layer: torch.Tensor) -> Ints:
 
 
 def squash(layer: torch.Tensor) -> torch.Tensor:
-    """The layer with every expanded (stride 0) dimension cut to length 1: the same ids, far fewer elements."""
+    """The layer with every expanded (stride 0) dimension cut to length 1: the same ids, far fewer
+    elements.
+    """
     for dim, stride in enumerate(layer.stride()):
         if stride == 0 and layer.shape[dim] > 1:
             layer = layer.narrow(dim, 0, 1)

@@ -21,19 +21,35 @@ ROW = 8  # numbers of two bytes that are 16 bytes, the least that those kernels 
 
 
 def expert_space(model: nn.Module, block: ExpertBlock, example: Any) -> UnitSpace:
-    """The block's experts as units: their weights, and the rows, biases and scales by which they are routed."""
+    """The block's experts as units: their weights, and the rows, biases and scales by which they are
+    routed.
+    """
     owner = np.arange(block.size)
-    slices = [Slice(tensor, dim, owner, role) for tensor, dim, role in (*_weights(model, block), *_routes(model, block))]
-    counts = [Count(path, name, owner) for path in _modules(model, block) for name in SIZES if vars(model.get_submodule(path)).get(name) == block.size]
-    space = UnitSpace(block.name, "expert", block.size, tuple(slices), tuple(counts), block.min_keep, block.groups)
+    slices = [
+        Slice(tensor, dim, owner, role)
+        for tensor, dim, role in (*_weights(model, block), *_routes(model, block))
+    ]
+    counts = [
+        Count(path, name, owner)
+        for path in _modules(model, block)
+        for name in SIZES
+        if vars(model.get_submodule(path)).get(name) == block.size
+    ]
+    space = UnitSpace(
+        block.name, "expert", block.size, tuple(slices), tuple(counts), block.min_keep, block.groups
+    )
     return space if block.top_k else replace(space, min_keep=_fewest(model, space, example))
 
 
 def _fewest(model: nn.Module, space: UnitSpace, example: Any) -> int:
-    """The least number of experts with which the model is seen to run, where only its code knows how many a token uses."""
+    """The least number of experts with which the model is seen to run, where only its code knows how many
+    a token uses.
+    """
 
     def runs(kept: int) -> bool:
-        small = cut_units(model, [space], {space.name: removal_order(np.arange(space.size), space.groups)[kept:]})
+        small = cut_units(
+            model, [space], {space.name: removal_order(np.arange(space.size), space.groups)[kept:]}
+        )
         try:
             with evaluating(small), torch.no_grad():
                 call(small, example)
@@ -46,7 +62,9 @@ def _fewest(model: nn.Module, space: UnitSpace, example: Any) -> int:
 
 
 def aligned(space: UnitSpace, fused: Collection[str]) -> UnitSpace:
-    """A space of hidden units inside fused experts keeps a multiple of 8: kernels that compute all experts at once take rows of 16 bytes."""
+    """A space of hidden units inside fused experts keeps a multiple of 8: kernels that compute all
+    experts at once take rows of 16 bytes.
+    """
     inside = any(part.tensor.rpartition(".")[0] in fused for part in space.slices)
     return replace(space, multiple=math.gcd(space.size, ROW)) if inside and space.kind == "hidden" else space
 
@@ -63,19 +81,31 @@ def _weights(model: nn.Module, block: ExpertBlock) -> Iterator[tuple[str, int, R
 
 def _routes(model: nn.Module, block: ExpertBlock) -> Iterator[tuple[str, int, Role]]:
     """The router's rows, and what lies beside them with one number for each expert."""
-    rows = {p.shape for p in model.get_submodule(block.router).parameters(recurse=False) if is_route(p, block.size)}
+    rows = {
+        p.shape
+        for p in model.get_submodule(block.router).parameters(recurse=False)
+        if is_route(p, block.size)
+    }
     for name, tensor in _beside(model, block):
         if tensor.shape in rows:
             yield name, tensor.shape.index(block.size), "route"
         elif tensor.numel() == block.size and block.size in tensor.shape:
-            yield name, tensor.shape.index(block.size), "route" if "bias" in name.rpartition(".")[2] else "carry"
+            yield (
+                name,
+                tensor.shape.index(block.size),
+                "route" if "bias" in name.rpartition(".")[2] else "carry",
+            )
 
 
 def _beside(model: nn.Module, block: ExpertBlock) -> Iterator[tuple[str, Tensor]]:
     """Parameters and buffers of the router as a whole, and of the block itself."""
     for path in _modules(model, block):
         module = model.get_submodule(path)
-        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)) if path != block.experts else ():
+        for name, tensor in (
+            (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+            if path != block.experts
+            else ()
+        ):
             yield f"{path}.{name}" if path else name, tensor
 
 
@@ -86,4 +116,6 @@ def _modules(model: nn.Module, block: ExpertBlock) -> Iterator[str]:
     if block.router != above:
         child = block.router.removeprefix(f"{above}.").partition(".")[0]
         root = f"{above}.{child}" if above else child
-        yield from (f"{root}.{path}" if path else root for path, _ in model.get_submodule(root).named_modules())
+        yield from (
+            f"{root}.{path}" if path else root for path, _ in model.get_submodule(root).named_modules()
+        )

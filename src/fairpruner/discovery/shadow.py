@@ -21,7 +21,9 @@ Layer = torch.Tensor
 
 @dataclass(frozen=True)
 class Shadow:
-    """The layers of one tensor; `weight` is true when it was computed from parameters and constants alone."""
+    """The layers of one tensor; `weight` is true when it was computed from parameters and constants
+    alone.
+    """
 
     layers: tuple[Layer, ...]
     weight: bool = False
@@ -55,7 +57,9 @@ class Algebra:
         return _changes(self.roots(layer))
 
     def combine(self, a: Shadow, b: Shadow, shape: Sequence[int]) -> tuple[Layer, ...]:
-        """Layers of an elementwise result: layers whose units lie along a common dimension are united, others stand side by side."""
+        """Layers of an elementwise result: layers whose units lie along a common dimension are united,
+        others stand side by side.
+        """
         mixed = a.weight != b.weight  # a weight meets an activation
         merged = [layer.expand(shape) for layer in a.layers]
         for other in b.layers:
@@ -68,15 +72,22 @@ class Algebra:
         return tuple(merged)
 
     def combine_all(self, operands: Sequence[Shadow], shape: Sequence[int]) -> tuple[Layer, ...]:
-        """Layers of many operands together, activations first so that weights meet them rather than each other."""
+        """Layers of many operands together, activations first so that weights meet them rather than each
+        other.
+        """
         total = Shadow((), weight=True)
         for operand in sorted((o for o in operands if o.layers), key=lambda o: o.weight):
             first = not total.layers
-            total = Shadow(self.combine(Shadow((), operand.weight) if first else total, operand, shape), operand.weight and total.weight)
+            total = Shadow(
+                self.combine(Shadow((), operand.weight) if first else total, operand, shape),
+                operand.weight and total.weight,
+            )
         return total.layers
 
     def _related(self, a: Layer, b: Layer, mixed: bool) -> bool:
-        """Whether two layers lie along the same dimension; a weight that is repeated for every unit of an activation does not count."""
+        """Whether two layers lie along the same dimension; a weight that is repeated for every unit of an
+        activation does not count.
+        """
         extent_a, extent_b = extent(a), extent(b)
         if not any(extent_a) and not any(extent_b):
             return True
@@ -109,18 +120,26 @@ class Algebra:
         return tuple(self.reduce(layer, dims) for layer in layers)
 
     def single(self, layers: Sequence[Layer], dim: int, size: int) -> Ints:
-        """One id per index of `dim`, [size]: the layer that lies along it, all else reduced; NONE where there is none."""
+        """One id per index of `dim`, [size]: the layer that lies along it, all else reduced; NONE where
+        there is none.
+        """
         for layer in layers:
             if extent(layer)[dim]:
-                return self.reduce(layer, [d for d in range(layer.ndim) if d != dim]).reshape(-1).numpy().copy()
+                return (
+                    self.reduce(layer, [d for d in range(layer.ndim) if d != dim]).reshape(-1).numpy().copy()
+                )
         return np.full(size, NONE, dtype=np.int64)
 
     def settle(self, layers: Sequence[Layer], operands: Sequence[Shadow], what: str) -> Shadow:
-        """What an elementwise result keeps of layers side by side: not those that all units share (a gate, a norm's weight in every head)."""
+        """What an elementwise result keeps of layers side by side: not those that all units share (a
+        gate, a norm's weight in every head).
+        """
         if all(s.weight or not s.layers for s in operands):
             return Shadow(tuple(layers), weight=True)
         if len(layers) > 1:
-            active = np.concatenate([self.roots(layer).ravel() for s in operands if not s.weight for layer in s.layers])
+            active = np.concatenate(
+                [self.roots(layer).ravel() for s in operands if not s.weight for layer in s.layers]
+            )
             own = [layer for layer in layers if np.isin(self.roots(layer), active[active != NONE]).any()]
             own = [layer for layer in own if any(extent(layer))] or own
             for layer in layers:

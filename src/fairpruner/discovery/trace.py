@@ -56,11 +56,23 @@ class Tracer(TorchDispatchMode):
     def __init__(self, model: nn.Module, experts: Sequence[UnitSpace] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._experts = {(part.tensor, part.dim) for space in experts for part in space.slices}
-        self._lists = {name: list(module.children()) for name, module in model.named_modules() if (name, 0) in self._experts}
-        self._places = {id(expert): (name, number) for name, listed in self._lists.items() for number, expert in enumerate(listed)}
+        self._lists = {
+            name: list(module.children())
+            for name, module in model.named_modules()
+            if (name, 0) in self._experts
+        }
+        self._places = {
+            id(expert): (name, number)
+            for name, listed in self._lists.items()
+            for number, expert in enumerate(listed)
+        }
         self._inputs: dict[tuple[str, int], Any] = {}  # of listed experts
         # Parameters that have the same place in all modules of a list are cut alike.
-        alike = [same for listed in self._lists.values() for same in zip(*(e.parameters() for e in listed), strict=True)]
+        alike = [
+            same
+            for listed in self._lists.values()
+            for same in zip(*(e.parameters() for e in listed), strict=True)
+        ]
         self._alike: dict[int, tuple[nn.Parameter, ...]] = {id(p): same for same in alike for p in same}
         self.ids = Ids()
         self.algebra = Algebra(self.ids)
@@ -77,12 +89,22 @@ class Tracer(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         call = Call(self, func, args, kwargs, out)
-        idle = call.results and not any(t.numel() for t in call.results)  # an expert that no token chose works on nothing
+        idle = call.results and not any(
+            t.numel() for t in call.results
+        )  # an expert that no token chose works on nothing
         axes = rule_for(func)(call) if not idle and any(self.shadow(t).layers for t in call.tensors) else ()
         flops = flop_registry.get(func._overloadpacket)
         if flops is not None:
-            expert = next((self._places[id(module)] for module in self._stack if id(module) in self._places), None)
-            self.work.append(Work(int(flops(*args, **kwargs, out_val=out)) // 2, tuple(_flat(layer) for layer in axes or ()), expert))
+            expert = next(
+                (self._places[id(module)] for module in self._stack if id(module) in self._places), None
+            )
+            self.work.append(
+                Work(
+                    int(flops(*args, **kwargs, out_val=out)) // 2,
+                    tuple(_flat(layer) for layer in axes or ()),
+                    expert,
+                )
+            )
         return out
 
     def shadow(self, tensor: Any) -> Shadow:
@@ -95,14 +117,18 @@ class Tracer(TorchDispatchMode):
         return self.slots_of(tensor) if id(tensor) in self._parameters else EMPTY
 
     def slots_of(self, tensor: torch.Tensor) -> Shadow:
-        """Ids for every dimension of a named parameter or buffer; buffers get them only from rules that know they are statistics."""
+        """Ids for every dimension of a named parameter or buffer; buffers get them only from rules that
+        know they are statistics.
+        """
         if id(tensor) not in self._names:
             return EMPTY
         if id(tensor) not in self._slots:
             alike = self._alike.get(id(tensor), (tensor,))
             for other in alike:
                 self._slots[id(other)] = self._new_slots(other)
-                for layer, same in zip(self._slots[id(other)].layers, self._slots[id(alike[0])].layers, strict=True):
+                for layer, same in zip(
+                    self._slots[id(other)].layers, self._slots[id(alike[0])].layers, strict=True
+                ):
                     self.ids.unite(as_ids(layer), as_ids(same))
         return self._slots[id(tensor)]
 
@@ -122,15 +148,22 @@ class Tracer(TorchDispatchMode):
         return slot
 
     def put(self, tensor: torch.Tensor, shadow: Shadow) -> None:
-        """Give a tensor its shadow; experts are followed only while they lie along one dimension of a weight."""
+        """Give a tensor its shadow; experts are followed only while they lie along one dimension of a
+        weight.
+        """
         if self._experts:
-            kept = tuple(layer for layer in shadow.layers if (shadow.weight and sum(extent(layer)) == 1) or not self.ids.routed(as_ids(layer)))
+            kept = tuple(
+                layer
+                for layer in shadow.layers
+                if (shadow.weight and sum(extent(layer)) == 1) or not self.ids.routed(as_ids(layer))
+            )
             shadow = Shadow(kept, shadow.weight)
         self._shadows[tensor] = shadow
 
     def count(self, attribute: str, value: int, ids: Ints) -> None:
         """Remember that the running module's attribute, if it has this value, counts these ids."""
-        for module in reversed(self._stack[-2:]):  # the caller, or the module that called a functional helper
+        # the caller, or the module that called a functional helper
+        for module in reversed(self._stack[-2:]):
             if id(module) in self._modules and getattr(module, attribute, None) == value:
                 self.counted.append(Counted(self._modules[id(module)], attribute, ids))
                 return
@@ -140,8 +173,17 @@ class Tracer(TorchDispatchMode):
         for name, listed in self._lists.items():
             start = self.new_slot(name, 0, len(listed)).start
             given = [self._inputs.get((name, number)) for number in range(len(listed))]
-            if given[0] is not None and all(x is given[0] for x in given):  # all work on all tokens: what one does is not done by others once it is gone
-                self.work = [replace(w, axes=(*w.axes, np.array([start + w.expert[1]]))) if w.expert and w.expert[0] == name else w for w in self.work]
+            if given[0] is not None and all(
+                x is given[0] for x in given
+            ):  # all work on all tokens: what one does is not done by others once it is gone
+                self.work = [
+                    (
+                        replace(w, axes=(*w.axes, np.array([start + w.expert[1]])))
+                        if w.expert and w.expert[0] == name
+                        else w
+                    )
+                    for w in self.work
+                ]
         tensors = {name for name, _ in self._experts}
         for name, parameter in model.named_parameters():
             if name in tensors:
@@ -165,7 +207,10 @@ class Tracer(TorchDispatchMode):
         def leave(*_: Any) -> None:
             self._stack.pop()
 
-        handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
+        handles = [
+            register_module_forward_pre_hook(enter),
+            register_module_forward_hook(leave, always_call=True),
+        ]
         try:
             yield
         finally:
@@ -178,7 +223,9 @@ def _flat(layer: Layer) -> Ints:
 
 
 def trace(model: nn.Module, example: Any, experts: Sequence[UnitSpace] = ()) -> Trace:
-    """Run the model once on the example and follow every parameter's indices through it, except which expert they belong to."""
+    """Run the model once on the example and follow every parameter's indices through it, except which
+    expert they belong to.
+    """
     tracer = Tracer(model, experts)
     with evaluating(model), torch.no_grad(), tracer.watching_modules(), tracer:
         output = call_checked(model, example)

@@ -24,7 +24,10 @@ class Perplexity:
     length: int
 
     def __str__(self) -> str:
-        return f"perplexity {self.value:.3f} over {self.tokens:,} tokens in {self.windows:,} windows of {self.length}"
+        return (
+            f"perplexity {self.value:.3f} over {self.tokens:,} tokens in {self.windows:,} windows of"
+            f" {self.length}"
+        )
 
 
 def read_tokens(path: str | Path, tokenizer: Any) -> Tensor:
@@ -33,14 +36,18 @@ def read_tokens(path: str | Path, tokenizer: Any) -> Tensor:
         text = Path(path).read_bytes().decode("utf-8")  # line ends stay what they are
     except (OSError, UnicodeDecodeError) as error:
         raise FairprunerError(f"Text {path} cannot be read: {error}.") from error
-    return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.long)
+    return torch.tensor(
+        tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.long
+    )
 
 
 @torch.no_grad()
 def perplexity(model: nn.Module, tokens: Tensor, *, length: int = 512, batch_size: int = 8) -> Perplexity:
-    """exp(sum of -log p / number of predicted tokens) for tokens [T], cut into windows of `length`; the last may be shorter.
+    """exp(sum of -log p / number of predicted tokens) for tokens [T], cut into windows of `length`; the
+    last may be shorter.
 
-    Each window stands alone: its first token is given, every other one is predicted from those before it in the window.
+    Each window stands alone: its first token is given, every other one is predicted from those before it
+    in the window.
 
     >>> class Even(nn.Module):
     ...     def forward(self, input_ids): return torch.zeros(*input_ids.shape, 10)
@@ -49,7 +56,9 @@ def perplexity(model: nn.Module, tokens: Tensor, *, length: int = 512, batch_siz
     """
     limit = getattr(getattr(model, "config", None), "max_position_embeddings", None) or math.inf
     if not 2 <= length <= limit:
-        raise FairprunerError(f"length is {length}, expected from 2 tokens to the {limit} positions of the model.")
+        raise FairprunerError(
+            f"length is {length}, expected from 2 tokens to the {limit} positions of the model."
+        )
     windows = [window for window in tokens.split(length) if window.numel() > 1]
     if not windows:
         raise FairprunerError(f"The text has {tokens.numel()} tokens, expected at least 2.")
@@ -57,10 +66,16 @@ def perplexity(model: nn.Module, tokens: Tensor, *, length: int = 512, batch_siz
     total, predicted = 0.0, 0
     with evaluating(model):
         whole = [w for w in windows if w.numel() == length]
-        batches = [torch.stack(whole[i : i + batch_size]) for i in range(0, len(whole), batch_size)] + [w[None] for w in windows[len(whole) :]]
+        batches = [torch.stack(whole[i : i + batch_size]) for i in range(0, len(whole), batch_size)] + [
+            w[None] for w in windows[len(whole) :]
+        ]
         for batch in batches:  # [n, length]
             output = model(input_ids=batch.to(device))
             logits = getattr(output, "logits", output)[:, :-1].double()  # [n, length - 1, vocabulary]
-            total += float(nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten().to(device), reduction="sum"))
+            total += float(
+                nn.functional.cross_entropy(
+                    logits.flatten(0, 1), batch[:, 1:].flatten().to(device), reduction="sum"
+                )
+            )
             predicted += batch.shape[0] * (batch.shape[1] - 1)
     return Perplexity(math.exp(total / predicted), predicted, len(windows), length)

@@ -1,4 +1,6 @@
-"""Tasks answered by a model through lm_eval: greedy generation, accuracy, and how many answers could be read at all."""
+"""Tasks answered by a model through lm_eval: greedy generation, accuracy, and how many answers could be
+read at all.
+"""
 
 from __future__ import annotations
 
@@ -42,10 +44,12 @@ def evaluate(
     batch_size: int = 8,
     calibration: str | Path | None = None,
 ) -> dict[str, Outcome]:
-    """Ask a causal language model every item of the tasks' local files, {"wic": "wic_validation.jsonl"}, zero-shot and greedily.
+    """Ask a causal language model every item of the tasks' local files, {"wic": "wic_validation.jsonl"},
+    zero-shot and greedily.
 
-    `limit` items of each task, evenly over its categories or answers. A tokenizer's chat template is used if it has one. With
-    `calibration`, the file that the scores were made from, items that are in it are refused.
+    `limit` items of each task, evenly over its categories or answers. A tokenizer's chat template is used
+    if it has one. With `calibration`, the file that the scores were made from, items that are in it are
+    refused.
     """
     for name in files:
         if name not in TASKS:
@@ -56,7 +60,8 @@ def evaluate(
             check_unseen(items[name], TASKS[name].texts, path, calibration)
     outcomes = {}
     for name, rows in items.items():
-        answers = _answers(model, tokenizer, TASKS[name], rows, batch_size)  # [(right, readable)] of each row
+        # [(right, readable)] of each row
+        answers = _answers(model, tokenizer, TASKS[name], rows, batch_size)
         outcomes[name] = _outcome(TASKS[name], rows, np.array(answers, dtype=bool))
     return outcomes
 
@@ -81,7 +86,9 @@ def _total(answers: np.ndarray) -> Outcome:
     return Outcome(len(answers), float(right), float(readable))
 
 
-def _answers(model: nn.Module, tokenizer: Any, task: Task, rows: Sequence[Row], batch_size: int) -> list[tuple[bool, bool]]:
+def _answers(
+    model: nn.Module, tokenizer: Any, task: Task, rows: Sequence[Row], batch_size: int
+) -> list[tuple[bool, bool]]:
     """Whether each row was answered rightly, and whether the answer could be read."""
     harness = _harness()
 
@@ -91,22 +98,36 @@ def _answers(model: nn.Module, tokenizer: Any, task: Task, rows: Sequence[Row], 
 
     settings = {
         "task": task.name,
-        "custom_dataset": lambda **_: {"test": importlib.import_module("datasets").Dataset.from_list([dict(row) for row in rows])},
+        "custom_dataset": lambda **_: {
+            "test": importlib.import_module("datasets").Dataset.from_list([dict(row) for row in rows])
+        },
         "test_split": "test",
         "output_type": "generate_until",
         "num_fewshot": 0,
         "doc_to_text": task.prompt,
         "doc_to_target": task.answer,
         "process_results": judge,
-        "metric_list": [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("right", "readable")],
+        "metric_list": [
+            {"metric": name, "aggregation": "mean", "higher_is_better": True}
+            for name in ("right", "readable")
+        ],
         "generation_kwargs": {"until": ["\n\n"], "do_sample": False, "max_gen_toks": task.new_tokens},
     }
     with evaluating(model):
         asked = harness.models.huggingface.HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
-        manager = harness.tasks.TaskManager(include_defaults=False)  # it would look through thousands of tasks of its own
+        manager = harness.tasks.TaskManager(
+            include_defaults=False
+        )  # it would look through thousands of tasks of its own
         tasks = manager.load([harness.api.task.ConfigurableTask(config=settings)])
-        # Not simple_evaluate, which seeds, looks for a git repository and collects facts about the machine for every call.
-        found = harness.evaluator.evaluate(asked, tasks, bootstrap_iters=0, apply_chat_template=bool(getattr(tokenizer, "chat_template", None)))
+        # Not simple_evaluate, which seeds, looks for a git repository and collects facts about the
+        # machine
+        # for every call.
+        found = harness.evaluator.evaluate(
+            asked,
+            tasks,
+            bootstrap_iters=0,
+            apply_chat_template=bool(getattr(tokenizer, "chat_template", None)),
+        )
     samples = sorted(found["samples"][task.name], key=lambda sample: sample["doc_id"])
     return [(sample["right"], sample["readable"]) for sample in samples]
 
@@ -117,6 +138,8 @@ def _harness() -> Any:
             importlib.import_module(f"lm_eval.{name}")
         harness = importlib.import_module("lm_eval")
     except ModuleNotFoundError as error:
-        raise FairprunerError(f"Tasks need a package that is not installed ({error.name}): pip install 'fairpruner[lm_eval]'.") from error
+        raise FairprunerError(
+            f"Tasks need a package that is not installed ({error.name}): pip install 'fairpruner[lm_eval]'."
+        ) from error
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     return harness

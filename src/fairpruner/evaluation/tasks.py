@@ -1,6 +1,8 @@
-"""The paper's two tasks, zero-shot: how an item is asked, and how the answer is read out of what the model writes.
+"""The paper's two tasks, zero-shot: how an item is asked, and how the answer is read out of what the
+model writes.
 
-The paper gives no prompt, so these are plain ones, written out in docs/moe.md. What cannot be read counts as wrong.
+The paper gives no prompt, so these are plain ones, written out in docs/moe.md. What cannot be read counts
+as wrong.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ LETTERS = "ABCDEFGHIJ"
 
 @dataclass(frozen=True)
 class Task:
-    """One task: its items are rows with these columns, evaluated on this split (calibration takes another)."""
+    """One task: its items are rows with these columns, evaluated on this split (calibration takes
+    another).
+    """
 
     name: str
     split: str
@@ -36,11 +40,16 @@ class Task:
         for number, row in enumerate(rows, start=1):
             missing = [column for column in self.columns if column not in row]
             if missing:
-                raise FairprunerError(f"Item {number} of {path} has no {missing[0]!r}, expected the columns {', '.join(self.columns)} of {self.name}.")
+                raise FairprunerError(
+                    f"Item {number} of {path} has no {missing[0]!r}, expected the columns"
+                    f" {', '.join(self.columns)} of {self.name}."
+                )
             try:
                 self.answer(row)
             except (ValueError, TypeError, IndexError) as error:
-                raise FairprunerError(f"Item {number} of {path} has an answer that makes no sense for {self.name}: {error}.") from error
+                raise FairprunerError(
+                    f"Item {number} of {path} has an answer that makes no sense for {self.name}: {error}."
+                ) from error
         return rows
 
 
@@ -69,14 +78,19 @@ def parse_yes_or_no(text: str, row: Row) -> str | None:
 
 
 def _ask_mmlu_pro(row: Row) -> str:
-    options = "\n".join(f"{letter}. {option}" for letter, option in zip(LETTERS, row["options"], strict=False))
+    options = "\n".join(
+        f"{letter}. {option}" for letter, option in zip(LETTERS, row["options"], strict=False)
+    )
     return f"{row['question']}\n{options}\nAnswer with the letter of the one correct option.\nAnswer:"
 
 
 def _answer_mmlu_pro(row: Row) -> str:
     letter = LETTERS[int(row["answer_index"])]
     if row["answer"] != letter or not 0 <= row["answer_index"] < len(row["options"]) <= len(LETTERS):
-        raise ValueError(f"the answer is {row['answer']!r} with index {row['answer_index']} of {len(row['options'])} options")
+        raise ValueError(
+            f"the answer is {row['answer']!r} with index {row['answer_index']} of {len(row['options'])}"
+            " options"
+        )
     return letter
 
 
@@ -87,7 +101,8 @@ LETTER_PATTERNS = (r"answer is:?\s*\(?([A-J])\b", r"^\W*([A-J])(?=\s*$|\s*[.):,\
 def parse_letter(text: str, row: Row) -> str | None:
     """The letter of an option: after "answer is", at the beginning, or in brackets.
 
-    >>> parse_letter(" The answer is (C).", {"options": ["x"] * 4}), parse_letter("A question of taste", {"options": ["x"] * 4})
+    >>> row = {"options": ["x"] * 4}
+    >>> parse_letter(" The answer is (C).", row), parse_letter("A question of taste", row)
     ('C', None)
     """
     allowed = LETTERS[: len(row["options"])]
@@ -99,7 +114,15 @@ def parse_letter(text: str, row: Row) -> str | None:
 
 
 TASKS: dict[str, Task] = {
-    "wic": Task("wic", "validation", ("word", "sentence1", "sentence2", "label"), ("sentence1", "sentence2"), _ask_wic, _answer_wic, parse_yes_or_no),
+    "wic": Task(
+        "wic",
+        "validation",
+        ("word", "sentence1", "sentence2", "label"),
+        ("sentence1", "sentence2"),
+        _ask_wic,
+        _answer_wic,
+        parse_yes_or_no,
+    ),
     "mmlu_pro": Task(
         "mmlu_pro",
         "test",
@@ -114,7 +137,9 @@ TASKS: dict[str, Task] = {
 
 
 def find_files(tasks: Sequence[str], data: str | Path) -> dict[str, Path]:
-    """The file of every task: named outright in "wic=file,mmlu_pro=file", or NAME_SPLIT.* in a folder, such as wic_validation.jsonl."""
+    """The file of every task: named outright in "wic=file,mmlu_pro=file", or NAME_SPLIT.* in a folder,
+    such as wic_validation.jsonl.
+    """
     for name in tasks:
         if name not in TASKS:
             raise unknown("task", name, TASKS)
@@ -128,6 +153,7 @@ def find_files(tasks: Sequence[str], data: str | Path) -> dict[str, Path]:
     for name in tasks:
         if name not in given:
             raise FairprunerError(
-                f"No data for task {name} in {data}: expected a folder with {name}_{TASKS[name].split}.jsonl (.jsonl.xz, .csv, .parquet), or {name}=FILE."
+                f"No data for task {name} in {data}: expected a folder with {name}_{TASKS[name].split}.jsonl"
+                f" (.jsonl.xz, .csv, .parquet), or {name}=FILE."
             )
     return {name: given[name] for name in tasks}

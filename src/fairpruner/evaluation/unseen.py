@@ -12,26 +12,40 @@ from fairpruner.inputs.text import Row, read_rows
 LONG = 80  # characters of a passage that is in two texts by no accident
 
 
-def check_unseen(rows: Sequence[Row], columns: Sequence[str], path: str | Path, calibration: str | Path) -> None:
-    """Refuse items whose texts, those of `columns`, are together in one row of the calibration file, in whatever columns."""
+def check_unseen(
+    rows: Sequence[Row], columns: Sequence[str], path: str | Path, calibration: str | Path
+) -> None:
+    """Refuse items whose texts, those of `columns`, are together in one row of the calibration file, in
+    whatever columns.
+    """
     seen = defaultdict(list)
     for row in read_rows(Path(calibration)):
         texts = {value for value in row.values() if isinstance(value, str)}
         for text in texts:
             seen[text].append(texts)
-    known = sum(any(all(row[column] in texts for column in columns) for texts in seen[row[columns[0]]]) for row in rows)
+    known = sum(
+        any(all(row[column] in texts for column in columns) for texts in seen[row[columns[0]]])
+        for row in rows
+    )
     if known:
         raise FairprunerError(
-            f"{known} of the {len(rows)} items of {path} are in the calibration data {calibration}: evaluate on items that were not scored on."
+            f"{known} of the {len(rows)} items of {path} are in the calibration data {calibration}: evaluate"
+            " on items that were not scored on."
         )
 
 
 def check_text_unseen(path: str | Path, calibration: str | Path) -> None:
     """Refuse a text that holds a long passage of the calibration file."""
     text = Path(path).read_bytes().decode("utf-8")
-    passages = [value for row in read_rows(Path(calibration)) for value in row.values() if isinstance(value, str) and len(value) >= LONG]
+    passages = [
+        value
+        for row in read_rows(Path(calibration))
+        for value in row.values()
+        if isinstance(value, str) and len(value) >= LONG
+    ]
     known = sum(passage in text for passage in passages)
     if known:
         raise FairprunerError(
-            f"{known} of the {len(passages)} long texts of the calibration data {calibration} are in {path}: evaluate on a text that was not scored on."
+            f"{known} of the {len(passages)} long texts of the calibration data {calibration} are in {path}:"
+            " evaluate on a text that was not scored on."
         )

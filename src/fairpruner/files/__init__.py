@@ -1,3 +1,4 @@
 """Everything on disk that is a model: folders of pruned models, and the files of Hugging Face."""
 
-PLAN, MODEL, REPORT = "plan.json", "model.safetensors", "report.json"  # the files of a pruned model's folder
+# the files of a pruned model's folder
+PLAN, MODEL, REPORT = "plan.json", "model.safetensors", "report.json"

@@ -1,6 +1,8 @@
-"""How a model of Hugging Face lies in its files: under other names than in the model, or experts one by one that the model holds as one tensor.
+"""How a model of Hugging Face lies in its files: under other names than in the model, or experts one by
+one that the model holds as one tensor.
 
-Since version 5 `transformers` converts on the way from files to model and back. What it does there is asked of it, part by part.
+Since version 5 `transformers` converts on the way from files to model and back. What it does there is
+asked of it, part by part.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ class Part:
 
     target: str  # the first tensor of the model that it makes
     conversion: Any  # of transformers; holds no tensors yet
-    sources: list[tuple[str, str]] = field(default_factory=list)  # name in the files, and the pattern of the conversion that it fits
+    sources: list[tuple[str, str]] = field(
+        default_factory=list
+    )  # name in the files, and the pattern of the conversion that it fits
 
     @property
     def stacks(self) -> bool:
@@ -33,7 +37,9 @@ class Part:
         return any(type(first).__name__ == "MergeModulelist" and first.dim == 0 for first in operations[:1])
 
     def positions(self) -> Iterable[tuple[int, str, str]]:
-        """Every source with its position among those of its pattern: the number of its expert, where they are stacked."""
+        """Every source with its position among those of its pattern: the number of its expert, where they
+        are stacked.
+        """
         seen: dict[str, int] = {}
         for name, pattern in self.sources:
             position = seen[pattern] = seen.get(pattern, -1) + 1
@@ -49,7 +55,8 @@ class Part:
 
 
 def parts_of(model: Any, names: Collection[str]) -> list[Part]:
-    """How the tensors of files become those of a model, as `transformers` would load them; names that it would not use are left out.
+    """How the tensors of files become those of a model, as `transformers` would load them; names that it
+    would not use are left out.
 
     Notes on the model which conversions its files need, for `as_in_files`.
     """
@@ -61,7 +68,9 @@ def parts_of(model: Any, names: Collection[str]) -> list[Part]:
     known = model.state_dict()
     parts: dict[str, Part] = {}
     for name in sorted(names, key=loading.dot_natural_key):
-        target, pattern = loading.rename_source_key(name, renamings, converters, model.base_model_prefix, known)
+        target, pattern = loading.rename_source_key(
+            name, renamings, converters, model.base_model_prefix, known
+        )
         if target not in known and name in known:
             target, pattern = name, None
         if target not in known:
@@ -73,14 +82,18 @@ def parts_of(model: Any, names: Collection[str]) -> list[Part]:
 
 
 def as_in_files(model: Any, state: State) -> State:
-    """The tensors of a model as its files hold them: the reverse of what loading does, in `transformers` before version 5 nothing."""
+    """The tensors of a model as its files hold them: the reverse of what loading does, in `transformers`
+    before version 5 nothing.
+    """
     try:
         revert: Callable[[Any, State], State] = _loading().revert_weight_conversion
     except FairprunerError:
         return state
     used = getattr(model, "_weight_conversions", None)
     try:
-        model._weight_conversions = used or None  # files in the model's own layout needed none; other programs know only the common one
+        model._weight_conversions = (
+            used or None
+        )  # files in the model's own layout needed none; other programs know only the common one
         return revert(model, state)
     finally:
         model._weight_conversions = used
@@ -90,4 +103,6 @@ def _loading() -> Any:
     try:
         return importlib.import_module("transformers.core_model_loading")
     except ModuleNotFoundError as error:
-        raise FairprunerError("Cutting files without loading the model needs transformers 5: pip install -U 'transformers>=5'.") from error
+        raise FairprunerError(
+            "Cutting files without loading the model needs transformers 5: pip install -U 'transformers>=5'."
+        ) from error

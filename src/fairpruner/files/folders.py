@@ -1,4 +1,6 @@
-"""A pruned model on disk: one folder with its plan, its tensors, its numbers and a README.md that says how to load it."""
+"""A pruned model on disk: one folder with its plan, its tensors, its numbers and a README.md that says
+how to load it.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,20 @@ SHARD_SIZE = "5GB"
 ALIGNMENT = 64  # bytes, of memory that torch allocates
 
 
-def save(small: nn.Module, plan: Plan, folder: str | Path, *, build: str | None = None, max_shard_size: str | int = SHARD_SIZE) -> None:
-    """Write a cut model to a new folder: plan.json, model.safetensors, report.json and a README.md that says how to load it.
+def save(
+    small: nn.Module,
+    plan: Plan,
+    folder: str | Path,
+    *,
+    build: str | None = None,
+    max_shard_size: str | int = SHARD_SIZE,
+) -> None:
+    """Write a cut model to a new folder: plan.json, model.safetensors, report.json and a README.md that
+    says how to load it.
 
-    `build` is the source of the original architecture ("timm:resnet18"), for that README. A model of Hugging Face gets all that
-    `transformers` reads, its tensors in files of at most `max_shard_size`, and, if `build` is its "hf:" source, its tokenizer.
+    `build` is the source of the original architecture ("timm:resnet18"), for that README. A model of
+    Hugging Face gets all that `transformers` reads, its tensors in files of at most `max_shard_size`,
+    and, if `build` is its "hf:" source, its tokenizer.
 
     >>> import fairpruner as fp, tempfile
     >>> def build(): return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -50,32 +61,42 @@ def save(small: nn.Module, plan: Plan, folder: str | Path, *, build: str | None 
     with new_folder(folder) as temporary:
         write_papers(small, plan, temporary, build)
         if is_model(small):
-            write_shards(temporary, _storable(as_in_files(small, state)).items(), seal(plan), parse_size(max_shard_size))
+            write_shards(
+                temporary,
+                _storable(as_in_files(small, state)).items(),
+                seal(plan),
+                parse_size(max_shard_size),
+            )
         else:
             write_tensors(temporary / MODEL, "model", seal(plan), _storable(state))
 
 
 def load(folder: str | Path, build: Callable[[], nn.Module] | str | None = None) -> nn.Module:
-    """Rebuild a saved model, bit for bit and in eval mode: build the original architecture, cut it, fill in the saved tensors.
+    """Rebuild a saved model, bit for bit and in eval mode: build the original architecture, cut it, fill
+    in the saved tensors.
 
-    `build` is a function or a source string; its weights do not matter. A model of Hugging Face can do without: its
-    configuration lies in the folder. Non-persistent buffers and requires_grad come from what is built, dtypes from the file.
-    See `save` for an example.
+    `build` is a function or a source string; its weights do not matter. A model of Hugging Face can do
+    without: its configuration lies in the folder. Non-persistent buffers and requires_grad come from what
+    is built, dtypes from the file. See `save` for an example.
     """
     folder = Path(folder)
     plan = Plan.load(folder / PLAN)
     files = shard_files(folder) or [folder / MODEL]
     if (folder / CONFIG).is_file():
         parts = [_read(file, plan, folder) for file in files]
-        original = None if build is None or (isinstance(build, str) and is_source(build)) else type(_built(build))
+        original = (
+            None if build is None or (isinstance(build, str) and is_source(build)) else type(_built(build))
+        )
         model = pretrained(str(folder), original)
         for content, tensors in parts:
-            if "streamed" not in content:  # written as it lay in other files, where the configuration decides
+            # written as it lay in other files, where the configuration decides
+            if "streamed" not in content:
                 _restore_types(model, tensors)
         return _apart_from_files(model)
     if build is None:
         raise FairprunerError(
-            f"Folder {folder} does not say how to build the original architecture: give build=, a function or a source such as 'timm:resnet18'."
+            f"Folder {folder} does not say how to build the original architecture: give build=, a function or"
+            " a source such as 'timm:resnet18'."
         )
     small = cut(_built(build), plan)
     _fill(small, _read(folder / MODEL, plan, folder)[1], folder / MODEL)
@@ -84,22 +105,30 @@ def load(folder: str | Path, build: Callable[[], nn.Module] | str | None = None)
 
 def is_folder_file(name: str) -> bool:
     """Whether a file of this name is one that `save` writes."""
-    return name in {PLAN, MODEL, REPORT, README, INDEX, *PRETRAINED_FILES} or SHARD.fullmatch(name) is not None
+    return (
+        name in {PLAN, MODEL, REPORT, README, INDEX, *PRETRAINED_FILES} or SHARD.fullmatch(name) is not None
+    )
 
 
 @contextmanager
 def new_folder(folder: str | Path) -> Iterator[Path]:
-    """A place to write a folder to, which takes its name when all is written; one that holds something is refused."""
+    """A place to write a folder to, which takes its name when all is written; one that holds something is
+    refused.
+    """
     folder = Path(folder)
     if folder.is_dir() and any(folder.iterdir()):
-        raise FairprunerError(f"Folder {folder} already exists and is not empty: choose another name, or remove it first.")
+        raise FairprunerError(
+            f"Folder {folder} already exists and is not empty: choose another name, or remove it first."
+        )
     with written_whole(folder) as temporary:
         temporary.mkdir()
         yield temporary
 
 
 def write_papers(small: nn.Module, plan: Plan, folder: Path, build: str | None) -> None:
-    """Write all that a folder holds besides tensors; those of the model are not looked at, only their shapes."""
+    """Write all that a folder holds besides tensors; those of the model are not looked at, only their
+    shapes.
+    """
     plan.save(folder / PLAN)
     (folder / REPORT).write_text(readable(_report(small, plan)) + "\n", encoding="utf-8")
     served = write_pretrained_files(small, plan, folder, build) if is_model(small) else None
@@ -112,14 +141,18 @@ def seal(plan: Plan) -> Json:
 
 
 def _restore_types(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """A model of several types has them again; transformers would give all tensors the one of the configuration."""
+    """A model of several types has them again; transformers would give all tensors the one of the
+    configuration.
+    """
     for name, target in _state(model).items():
         if name in tensors and tensors[name].dtype != target.dtype:
             target.data = tensors[name].clone()
 
 
 def _apart_from_files(model: nn.Module) -> nn.Module:
-    """Tensors that are views of files get memory of their own where it is not aligned as torch's is: the last bits of sums depend on that."""
+    """Tensors that are views of files get memory of their own where it is not aligned as torch's is: the
+    last bits of sums depend on that.
+    """
     for tensor in _state(model).values():
         if tensor.data_ptr() % ALIGNMENT:
             tensor.data = tensor.data.clone()
@@ -130,14 +163,20 @@ def _read(file: Path, plan: Plan, folder: Path) -> tuple[Json, dict[str, torch.T
     """What a file says of itself and its tensors, once it is known to be as it was written for this plan."""
     content, tensors = read_tensors(file, "model")
     if content.get("plan") != seal(plan)["plan"]:
-        raise FairprunerError(f"{PLAN} and {file.name} of folder {folder} do not belong together: restore the files that were saved at once.")
+        raise FairprunerError(
+            f"{PLAN} and {file.name} of folder {folder} do not belong together: restore the files that were"
+            " saved at once."
+        )
     return content, tensors
 
 
 def _built(build: Callable[[], nn.Module] | str) -> nn.Module:
     model = (factory_of(build) if isinstance(build, str) else build)()
     if not isinstance(model, nn.Module):
-        raise FairprunerError(f"build returned a {type(model).__name__}, expected the original architecture as a torch.nn.Module.")
+        raise FairprunerError(
+            f"build returned a {type(model).__name__}, expected the original architecture as a"
+            " torch.nn.Module."
+        )
     return model
 
 
@@ -146,8 +185,13 @@ def _state(model: nn.Module) -> dict[str, torch.Tensor]:
     kept = model.state_dict().keys()
     extra = [name for name in kept if name.endswith("_extra_state")]
     if extra:
-        raise FairprunerError(f"{type(model).__name__} keeps state that is no tensor ({', '.join(extra[:3])}), which cannot be saved without pickle.")
-    return {name: tensor for name, tensor in (*model.named_parameters(), *model.named_buffers()) if name in kept}
+        raise FairprunerError(
+            f"{type(model).__name__} keeps state that is no tensor ({', '.join(extra[:3])}), which cannot be"
+            " saved without pickle."
+        )
+    return {
+        name: tensor for name, tensor in (*model.named_parameters(), *model.named_buffers()) if name in kept
+    }
 
 
 def _storable(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -164,19 +208,36 @@ def _storable(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def _fill(model: nn.Module, tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     state = _state(model)
-    wrong = sorted(state.keys() ^ tensors.keys()) or [name for name in state if state[name].shape != tensors[name].shape]
+    wrong = sorted(state.keys() ^ tensors.keys()) or [
+        name for name in state if state[name].shape != tensors[name].shape
+    ]
     if wrong:
-        raise FairprunerError(f"{path} does not fit the plan's model in {len(wrong)} tensors ({', '.join(wrong[:3])}): build the architecture that was pruned.")
+        raise FairprunerError(
+            f"{path} does not fit the plan's model in {len(wrong)} tensors ({', '.join(wrong[:3])}): build"
+            " the architecture that was pruned."
+        )
     for name, target in state.items():
         target.data = tensors[name].to(target.device)  # in place, so that what is tied stays tied
 
 
 def _check_is_cut(model: nn.Module, plan: Plan) -> None:
     """Refuse to save a plan beside a model that it did not make."""
-    shapes = {name: list(tensor.shape) for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))}
-    shapes |= {name: [len(module)] for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}  # experts that go as modules
+    shapes = {
+        name: list(tensor.shape)
+        for name, tensor in (
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        )
+    }
+    shapes |= {
+        name: [len(module)] for name, module in model.named_modules() if isinstance(module, nn.ModuleList)
+    }  # experts that go as modules
     expected = kept_indices(plan.spaces, plan.removed)
-    lists = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and name in expected)
+    lists = tuple(
+        f"{name}."
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and name in expected
+    )
     for name, by_dim in expected.items():
         if name.startswith(lists):
             continue  # modules of a list move up as others go
@@ -184,21 +245,38 @@ def _check_is_cut(model: nn.Module, plan: Plan) -> None:
         for dim, kept in by_dim.items():
             if found is None or len(found) <= dim or found[dim] != len(kept):
                 raise FairprunerError(
-                    f"The model to save is not the plan's: it has {name} of shape {found}, the plan keeps {len(kept)} along dim {dim}. Save what cut(model, plan) returned."
+                    f"The model to save is not the plan's: it has {name} of shape {found}, the plan keeps"
+                    f" {len(kept)} along dim {dim}. Save what cut(model, plan) returned."
                 )
 
 
 def _report(small: nn.Module, plan: Plan) -> Json:
     content = plan.to_json()
-    spaces = [{"name": s.name, "kind": s.kind, "size": s.size, "kept": s.size - plan.depths[s.name]} for s in plan.spaces]
+    spaces = [
+        {"name": s.name, "kind": s.kind, "size": s.size, "kept": s.size - plan.depths[s.name]}
+        for s in plan.spaces
+    ]
     facts = {key: content[key] for key in ("rule", "alpha", "exact", "original", "predicted")}
-    return {"format": "fairpruner report", "version": VERSION, **facts, "measured": {"params": count_params(small)}, "spaces": spaces}
+    return {
+        "format": "fairpruner report",
+        "version": VERSION,
+        **facts,
+        "measured": {"params": count_params(small)},
+        "spaces": spaces,
+    }
 
 
 def _readme(small: nn.Module, plan: Plan, build: str | None, served: str | None) -> str:
-    source = json.dumps(build) if build else "build_original  # a function that returns the original architecture, with any weights"
+    source = (
+        json.dumps(build)
+        if build
+        else "build_original  # a function that returns the original architecture, with any weights"
+    )
     arguments = f", build={source}" if served is None else ""
-    rows = "\n".join(f"| {metric} | {plan.original[metric]:,} | {plan.predicted[metric]:,} | {plan.share(metric):.1%} |" for metric in plan.predicted)
+    rows = "\n".join(
+        f"| {metric} | {plan.original[metric]:,} | {plan.predicted[metric]:,} | {plan.share(metric):.1%} |"
+        for metric in plan.predicted
+    )
     return f"""# {type(small).__name__}, pruned with fairpruner
 
 | | original | kept | share |

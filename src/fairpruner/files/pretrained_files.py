@@ -1,8 +1,10 @@
-"""What a saved model of Hugging Face has beside its tensors: its configuration, how it generates, its tokenizer.
+"""What a saved model of Hugging Face has beside its tensors: its configuration, how it generates, its
+tokenizer.
 
-A configuration holds one number for all blocks. Where all of them lost equally many units, the new numbers are written, and the
-folder is like any other; a model built from them proves it. Otherwise the configuration lists the sizes of what differs, and a
-file of code beside it lets `transformers` build that.
+A configuration holds one number for all blocks. Where all of them lost equally many units, the new
+numbers are written, and the folder is like any other; a model built from them proves it. Otherwise the
+configuration lists the sizes of what differs, and a file of code beside it lets `transformers` build
+that.
 """
 
 from __future__ import annotations
@@ -58,11 +60,16 @@ HIDDEN = (
 HEADS = ("num_attention_heads", "num_key_value_heads", "encoder_attention_heads", "decoder_attention_heads")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
-BESIDE_SCALING = ("rope_theta", "partial_rotary_factor")  # in "rope_parameters" since transformers 5, before that beside "rope_scaling"
+BESIDE_SCALING = (
+    "rope_theta",
+    "partial_rotary_factor",
+)  # in "rope_parameters" since transformers 5, before that beside "rope_scaling"
 
 
 def write_pretrained_files(small: Any, plan: Plan, folder: Path, source: str | None) -> str:
-    """Write all that belongs beside the tensors; returns the part of a README.md that tells who can load the folder."""
+    """Write all that belongs beside the tensors; returns the part of a README.md that tells who can load
+    the folder.
+    """
     original = getattr(type(small), "unpruned", type(small))
     config = _config_of(small, original)
     shrunk = _shrunk(config, plan)
@@ -82,7 +89,9 @@ def write_pretrained_files(small: Any, plan: Plan, folder: Path, source: str | N
 def _write_code(small: Any, original: Any, config: Any, plan: Plan, folder: Path, obstacle: str) -> str:
     """A configuration that lists what differs from the original, and the code that builds it."""
     config.pruned = _differences(small, _built(original, config), plan)
-    standing_in = any(type(module) in STAND_INS.values() for module in small.modules())  # classes of fairpruner, not of transformers
+    standing_in = any(
+        type(module) in STAND_INS.values() for module in small.modules()
+    )  # classes of fairpruner, not of transformers
     autos = [] if standing_in else auto_classes(original)
     if autos:
         config.auto_map = {auto: f"{Path(CODE).stem}.{original.__name__}" for auto in autos}
@@ -90,7 +99,10 @@ def _write_code(small: Any, original: Any, config: Any, plan: Plan, folder: Path
     if not autos:
         return NOWHERE.format(obstacle=obstacle)
     code = Path(pruned_modeling.__file__).read_text(encoding="utf-8")
-    closing = f"\n\nimport transformers  # noqa: E402\n\n{original.__name__} = pruned(transformers.{original.__name__})\n"
+    closing = (
+        f"\n\nimport transformers  # noqa: E402\n\n{original.__name__} ="
+        f" pruned(transformers.{original.__name__})\n"
+    )
     (folder / CODE).write_text(code + closing, encoding="utf-8")
     return WITH_CODE.format(auto=autos[0], obstacle=obstacle)
 
@@ -112,14 +124,20 @@ Only fairpruner can load this folder: {obstacle}, and `transformers` has no clas
 
 
 def write_config(config: Any, file: Path) -> None:
-    """Write a configuration so that versions of `transformers` from before and since 5 read the same in it."""
+    """Write a configuration so that versions of `transformers` from before and since 5 read the same in
+    it.
+    """
     fields = _with_older_names(config, json.loads(config.to_json_string()))
     file.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _with_older_names(config: Any, fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a configuration, some also by the names they had before transformers 5: where those lack, earlier versions take defaults without a word."""
-    older = {name: fields[now] for name, now in config.attribute_map.items() if name in EXPERTS and now in fields}
+    """The fields of a configuration, some also by the names they had before transformers 5: where those
+    lack, earlier versions take defaults without a word.
+    """
+    older = {
+        name: fields[now] for name, now in config.attribute_map.items() if name in EXPERTS and now in fields
+    }
     if "dtype" in fields:
         older["torch_dtype"] = fields["dtype"]
     rope = fields.get("rope_parameters") or {}
@@ -127,7 +145,11 @@ def _with_older_names(config: Any, fields: dict[str, Any]) -> dict[str, Any]:
         older |= {name: rope[name] for name in BESIDE_SCALING if name in rope}
         scaling = {name: value for name, value in rope.items() if name not in BESIDE_SCALING}
         older["rope_scaling"] = None if rope["rope_type"] == "default" else scaling
-    parts = {name: _with_older_names(getattr(config, name), fields[name]) for name in config.sub_configs if isinstance(fields.get(name), dict)}
+    parts = {
+        name: _with_older_names(getattr(config, name), fields[name])
+        for name in config.sub_configs
+        if isinstance(fields.get(name), dict)
+    }
     return {**older, **fields, **parts}
 
 
@@ -141,15 +163,25 @@ def _built(original: Any, config: Any) -> Any:
 
 
 def _differences(small: nn.Module, built: nn.Module, plan: Plan) -> dict[str, dict[str, Any]]:
-    """Tensors of another shape, and the whole-number attributes that differ in what holds them or is counted by the plan."""
+    """Tensors of another shape, and the whole-number attributes that differ in what holds them or is
+    counted by the plan.
+    """
     shapes = {name: list(tensor.shape) for name, tensor in built.state_dict().items()}
-    tensors = {name: list(tensor.shape) for name, tensor in small.state_dict().items() if list(tensor.shape) != shapes.get(name)}
+    tensors = {
+        name: list(tensor.shape)
+        for name, tensor in small.state_dict().items()
+        if list(tensor.shape) != shapes.get(name)
+    }
     holders = {name.rsplit(".", depth)[0] for name in tensors for depth in range(1, name.count(".") + 1)}
     counted = {count.module for space in plan.spaces for count in space.counts}
     modules = {}
     for path in sorted(holders | counted):
         before = vars(built.get_submodule(path))
-        changed = {name: value for name, value in vars(small.get_submodule(path)).items() if _is_size(value) and value != before.get(name)}
+        changed = {
+            name: value
+            for name, value in vars(small.get_submodule(path)).items()
+            if _is_size(value) and value != before.get(name)
+        }
         if changed:
             modules[path] = changed
     return {"tensors": tensors, "modules": modules}
@@ -157,7 +189,9 @@ def _differences(small: nn.Module, built: nn.Module, plan: Plan) -> dict[str, di
 
 def _is_size(value: Any) -> bool:
     """Whether it is a whole number, or several."""
-    return type(value) is int or (type(value) is tuple and len(value) > 0 and all(type(item) is int for item in value))
+    return type(value) is int or (
+        type(value) is tuple and len(value) > 0 and all(type(item) is int for item in value)
+    )
 
 
 def _config_of(small: Any, original: Any) -> Any:
@@ -171,7 +205,9 @@ def _config_of(small: Any, original: Any) -> Any:
 
 
 def _shrunk(config: Any, plan: Plan) -> Any:
-    """The configuration with the new numbers wherever an old number is that of a space; whether they fit is for `_obstacle` to say."""
+    """The configuration with the new numbers wherever an old number is that of a space; whether they fit
+    is for `_obstacle` to say.
+    """
     kept: dict[str, dict[int, int]] = {"head": {}, "hidden": {}, "expert": {}}
     for space in plan.spaces:
         kept.setdefault(space.kind, {})[space.size] = space.size - plan.depths[space.name]
@@ -185,9 +221,13 @@ def _shrunk(config: Any, plan: Plan) -> Any:
             if getattr(part, name) in kept["expert"]:
                 setattr(part, name, kept["expert"][getattr(part, name)])
         heads = {name: getattr(part, name) for name in _own_names(part, HEADS)}
-        head_dim = getattr(part, "head_dim", None) or getattr(part, "hidden_size", 0) // getattr(part, "num_attention_heads", 1)
+        head_dim = getattr(part, "head_dim", None) or getattr(part, "hidden_size", 0) // getattr(
+            part, "num_attention_heads", 1
+        )
         for name, count in heads.items():
-            units = heads.get("num_key_value_heads") or count  # one unit is a key-value head with its query heads
+            units = (
+                heads.get("num_key_value_heads") or count
+            )  # one unit is a key-value head with its query heads
             if units in kept["head"] and kept["head"][units] < units:
                 setattr(part, name, count * kept["head"][units] // units)
                 part.head_dim = head_dim
@@ -196,7 +236,9 @@ def _shrunk(config: Any, plan: Plan) -> Any:
 
 def _own_names(config: Any, names: tuple[str, ...]) -> Iterator[str]:
     """Those of the names that a configuration has, each of its numbers once: some go by two names."""
-    return iter(dict.fromkeys(config.attribute_map.get(name, name) for name in names if hasattr(config, name)))
+    return iter(
+        dict.fromkeys(config.attribute_map.get(name, name) for name in names if hasattr(config, name))
+    )
 
 
 def _obstacle(small: Any, original: Any, config: Any, plan: Plan) -> str | None:
@@ -204,14 +246,22 @@ def _obstacle(small: Any, original: Any, config: Any, plan: Plan) -> str | None:
     try:
         built = _built(original, config)
     except Exception as error:
-        return f"no configuration gives its sizes ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+        return (
+            f"no configuration gives its sizes ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+        )
     found = _differences(small, built, plan)
     for name, shape in found["tensors"].items():
         nearest = built.state_dict().get(name)
-        return f"a configuration holds one number for all blocks, and with the nearest one {name} would be {None if nearest is None else list(nearest.shape)} instead of {shape}"
+        return (
+            f"a configuration holds one number for all blocks, and with the nearest one {name} would be"
+            f" {None if nearest is None else list(nearest.shape)} instead of {shape}"
+        )
     for path, attributes in found["modules"].items():
         name, value = next(iter(attributes.items()))
-        return f"with the nearest configuration {path}.{name} would be {getattr(built.get_submodule(path), name, None)} instead of {value}"
+        return (
+            f"with the nearest configuration {path}.{name} would be"
+            f" {getattr(built.get_submodule(path), name, None)} instead of {value}"
+        )
     return None
 
 

@@ -1,4 +1,6 @@
-"""The tensors of a model of Hugging Face on disk: one safetensors file, or several with an index, as `transformers` reads them."""
+"""The tensors of a model of Hugging Face on disk: one safetensors file, or several with an index, as
+`transformers` reads them.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +30,20 @@ def parse_size(text: str | int) -> int:
     try:
         size = int(float(number) * (UNITS[unit] if unit else 1))
     except (KeyError, ValueError) as error:
-        raise FairprunerError(f"A shard size of {text!r} is not understood, expected a number with KB, MB or GB, such as 5GB.") from error
+        raise FairprunerError(
+            f"A shard size of {text!r} is not understood, expected a number with KB, MB or GB, such as 5GB."
+        ) from error
     if size < 1:
         raise FairprunerError(f"A shard size of {text!r} holds nothing, expected at least 1 byte.")
     return size
 
 
-def write_shards(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], content: Json, max_bytes: int) -> None:
-    """Write tensors in the order they come, a file as soon as the next one would make it too large; no more than that is held."""
+def write_shards(
+    folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], content: Json, max_bytes: int
+) -> None:
+    """Write tensors in the order they come, a file as soon as the next one would make it too large; no
+    more than that is held.
+    """
     files: list[tuple[Path, list[str]]] = []
     held: dict[str, torch.Tensor] = {}
     total, size = 0, 0  # bytes of all, bytes held
@@ -59,10 +67,13 @@ def write_shards(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], cont
         return
     places: dict[str, str] = {}
     for number, (path, names) in enumerate(files, start=1):
-        final = f"model-{number:05d}-of-{len(files):05d}.safetensors"  # how many there are is known only now
+        # how many there are is known only now
+        final = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         path.rename(folder / final)
         places |= dict.fromkeys(names, final)
-    (folder / INDEX).write_text(readable({"metadata": {"total_size": total}, "weight_map": places}) + "\n", encoding="utf-8")
+    (folder / INDEX).write_text(
+        readable({"metadata": {"total_size": total}, "weight_map": places}) + "\n", encoding="utf-8"
+    )
 
 
 def shard_files(folder: Path) -> list[Path]:
@@ -71,6 +82,11 @@ def shard_files(folder: Path) -> list[Path]:
     if not index.is_file():
         return [folder / MODEL] if (folder / MODEL).is_file() else []
     try:
-        return [folder / name for name in sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))]
+        return [
+            folder / name
+            for name in sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        ]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise FairprunerError(f"{index} cannot be read as an index of tensors: {type(error).__name__}: {error}.") from error
+        raise FairprunerError(
+            f"{index} cannot be read as an index of tensors: {type(error).__name__}: {error}."
+        ) from error

@@ -1,4 +1,6 @@
-"""Cut a model of Hugging Face from its files to new files, one part after the other: it is never in memory as a whole."""
+"""Cut a model of Hugging Face from its files to new files, one part after the other: it is never in
+memory as a whole.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,15 @@ from fairpruner.surgery import cut
 Kept = Mapping[str, Mapping[int, Ints]]  # tensor -> dim -> the indices that stay
 
 
-def stream(place: str | Path, plan: Plan, folder: str | Path, *, max_shard_size: str | int = SHARD_SIZE) -> None:
-    """Write the folder that `save(cut(model, plan))` would write, for the model in the folder `place`, without loading the model.
+def stream(
+    place: str | Path, plan: Plan, folder: str | Path, *, max_shard_size: str | int = SHARD_SIZE
+) -> None:
+    """Write the folder that `save(cut(model, plan))` would write, for the model in the folder `place`,
+    without loading the model.
 
-    Only its configuration is built. Tensors are read from its safetensors files part by part (a tensor, or the experts of one
-    block), cut and written on, so that about one file of `max_shard_size` is in memory.
+    Only its configuration is built. Tensors are read from its safetensors files part by part (a tensor,
+    or the experts of one block), cut and written on, so that about one file of `max_shard_size` is in
+    memory.
     """
     place = Path(place)
     with torch.device("meta"):
@@ -46,20 +52,31 @@ def stream(place: str | Path, plan: Plan, folder: str | Path, *, max_shard_size:
         generation = local_file(str(place), GENERATION)
         if generation is not None:
             shutil.copyfile(generation, temporary / GENERATION)
-        write_shards(temporary, _pieces(model, small, parts, holders, kept), {**seal(plan), "streamed": True}, parse_size(max_shard_size))
+        write_shards(
+            temporary,
+            _pieces(model, small, parts, holders, kept),
+            {**seal(plan), "streamed": True},
+            parse_size(max_shard_size),
+        )
 
 
 def _check_is_plain(model: Any, place: Path) -> None:
     quantised = getattr(model.config, "quantization_config", None)
     if quantised is not None:
-        raise FairprunerError(f"The tensors of {place} are quantised, and cannot be cut as they lie: take the model in bfloat16 or float32.")
+        raise FairprunerError(
+            f"The tensors of {place} are quantised, and cannot be cut as they lie: take the model in bfloat16"
+            " or float32."
+        )
 
 
 def _holders(place: Path) -> dict[str, Path]:
     """Which file holds each tensor."""
     files = shard_files(place)
     if not files:
-        raise FairprunerError(f"Folder {place} holds no model.safetensors and no index of several: give the folder of a model in safetensors files.")
+        raise FairprunerError(
+            f"Folder {place} holds no model.safetensors and no index of several: give the folder of a model"
+            " in safetensors files."
+        )
     return {name: file for file in files for name in _names(file)}
 
 
@@ -71,7 +88,9 @@ def _names(file: Path) -> list[str]:
         raise FairprunerError(f"{file} cannot be read: {error}.") from error
 
 
-def _pieces(model: Any, small: Any, parts: list[Part], holders: Mapping[str, Path], kept: Kept) -> Iterator[tuple[str, torch.Tensor]]:
+def _pieces(
+    model: Any, small: Any, parts: list[Part], holders: Mapping[str, Path], kept: Kept
+) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of the smaller model as files hold them, each after the other."""
     shapes = {name: tensor.shape for name, tensor in small.state_dict().items()}
     missing = set(shapes)
@@ -80,34 +99,52 @@ def _pieces(model: Any, small: Any, parts: list[Part], holders: Mapping[str, Pat
         wrong = [name for name, tensor in made.items() if tensor.shape != shapes.get(name)]
         if wrong:
             raise FairprunerError(
-                f"The files give {wrong[0]} of shape {list(made[wrong[0]].shape)} after the cut, the plan's model has {list(shapes.get(wrong[0], ()))}: load the model and use cut without --stream."
+                f"The files give {wrong[0]} of shape {list(made[wrong[0]].shape)} after the cut, the plan's"
+                f" model has {list(shapes.get(wrong[0], ()))}: load the model and use cut without --stream."
             )
         missing -= made.keys()
         yield from as_in_files(small, made).items()
-    tied = {id(tensor) for name, tensor in small.named_parameters(remove_duplicate=False) if name not in missing}
+    tied = {
+        id(tensor) for name, tensor in small.named_parameters(remove_duplicate=False) if name not in missing
+    }
     lost = [name for name in missing if id(small.get_parameter_or_buffer(name)) not in tied]
     if lost:
-        raise FairprunerError(f"The files hold nothing for {len(lost)} tensors of {type(small).__name__} ({', '.join(sorted(lost)[:3])}).")
+        raise FairprunerError(
+            f"The files hold nothing for {len(lost)} tensors of {type(small).__name__}"
+            f" ({', '.join(sorted(lost)[:3])})."
+        )
 
 
 def _cut_part(model: Any, part: Part, holders: Mapping[str, Path], kept: Kept) -> dict[str, torch.Tensor]:
-    """The model's tensors that a part makes, without what goes; of experts that are stacked only those that stay are read."""
+    """The model's tensors that a part makes, without what goes; of experts that are stacked only those
+    that stay are read.
+    """
     of_target = kept.get(part.target, {})
     early = part.stacks and 0 in of_target
     stays = {int(i) for i in of_target[0]} if early else None
-    wanted = [(name, pattern) for position, name, pattern in part.positions() if stays is None or position in stays]
+    wanted = [
+        (name, pattern) for position, name, pattern in part.positions() if stays is None or position in stays
+    ]
     tensors: dict[str, torch.Tensor] = {}
     files = defaultdict(list)
     for name, _ in wanted:
         files[holders[name]].append(name)
     for file, names in files.items():
-        with safe_open(file, framework="pt") as opened:  # tensors are views of the file: what is not used is not read
+        with safe_open(
+            file, framework="pt"
+        ) as opened:  # tensors are views of the file: what is not used is not read
             tensors |= {name: opened.get_tensor(name) for name in names}
     mapped = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
     made = part.convert(model, ((pattern, tensors.pop(name)) for name, pattern in wanted))
-    cut_down = {name: _narrow(tensor, {dim: i for dim, i in kept.get(name, {}).items() if not (early and dim == 0)}) for name, tensor in made.items()}
+    cut_down = {
+        name: _narrow(tensor, {dim: i for dim, i in kept.get(name, {}).items() if not (early and dim == 0)})
+        for name, tensor in made.items()
+    }
     # One small tensor that is a view would keep its whole file mapped until it is written.
-    return {name: tensor.clone() if tensor.untyped_storage().data_ptr() in mapped else tensor.contiguous() for name, tensor in cut_down.items()}
+    return {
+        name: tensor.clone() if tensor.untyped_storage().data_ptr() in mapped else tensor.contiguous()
+        for name, tensor in cut_down.items()
+    }
 
 
 def _narrow(tensor: torch.Tensor, by_dim: Mapping[int, Ints]) -> torch.Tensor:

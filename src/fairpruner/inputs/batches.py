@@ -32,7 +32,10 @@ class Batch:
         """The number of samples: the length of the first tensor the model is called with."""
         first = next(tensors_of(self.inputs), self.labels)
         if first.ndim == 0:
-            raise FairprunerError(f"Batch {self.position} has {describe(self.inputs)} as its input, expected a tensor whose dim 0 counts the samples.")
+            raise FairprunerError(
+                f"Batch {self.position} has {describe(self.inputs)} as its input, expected a tensor whose dim"
+                " 0 counts the samples."
+            )
         return first.shape[0]
 
     def rows(self, start: int, stop: int) -> Batch:
@@ -59,17 +62,25 @@ class Batch:
         found = describe(self.labels)
         if self.labels.is_floating_point() or self.labels.is_complex() or self.labels.ndim != 1:
             raise FairprunerError(
-                f"Batch {self.position} has labels {found}, expected class indices: integers of shape [{self.size}]. Choose signals and a loss that need no classes, or give indices."
+                f"Batch {self.position} has labels {found}, expected class indices: integers of shape"
+                f" [{self.size}]. Choose signals and a loss that need no classes, or give indices."
             )
         if len(self.labels) != self.size:
-            raise FairprunerError(f"Batch {self.position} has {len(self.labels)} labels for {self.size} samples, expected one label for each.")
+            raise FairprunerError(
+                f"Batch {self.position} has {len(self.labels)} labels for {self.size} samples, expected one"
+                " label for each."
+            )
         if len(self.labels) and int(self.labels.min()) < 0:
-            raise FairprunerError(f"Batch {self.position} has the label {int(self.labels.min())}, expected class indices from 0 upwards.")
+            raise FairprunerError(
+                f"Batch {self.position} has the label {int(self.labels.min())}, expected class indices from 0"
+                " upwards."
+            )
         return self.labels.long()
 
 
 def read_batches(data: Iterable[Any], device: torch.device) -> Iterator[Batch]:
-    """Every batch of `data`, moved to `device`: (input, label) pairs, or dicts with the label under one of LABEL_KEYS.
+    """Every batch of `data`, moved to `device`: (input, label) pairs, or dicts with the label under one
+    of LABEL_KEYS.
 
     A dict of tokens may come without: its tokens are then their own labels, to be predicted one ahead.
     """
@@ -80,7 +91,8 @@ def read_batches(data: Iterable[Any], device: torch.device) -> Iterator[Batch]:
             labels = item[key] if key is not None else own_labels(inputs)
             if labels is None:
                 raise FairprunerError(
-                    f"Batch {position} is a dict with the keys {sorted(map(str, item))}, expected a label under one of {', '.join(LABEL_KEYS)}."
+                    f"Batch {position} is a dict with the keys {sorted(map(str, item))}, expected a label"
+                    f" under one of {', '.join(LABEL_KEYS)}."
                 )
         elif isinstance(item, (tuple, list)) and len(item) == 2:
             inputs, labels = item
@@ -95,7 +107,10 @@ def _tensor(labels: Any, position: int) -> Tensor:
     try:
         return torch.as_tensor(labels)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise FairprunerError(f"Batch {position} has labels of type {type(labels).__name__}, expected a tensor of class indices: {error}") from error
+        raise FairprunerError(
+            f"Batch {position} has labels of type {type(labels).__name__}, expected a tensor of class"
+            f" indices: {error}"
+        ) from error
 
 
 def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -135,12 +150,15 @@ def forward(model: nn.Module, batch: Batch) -> Any:
         raise
     except Exception as error:
         raise FairprunerError(
-            f"Batch {batch.position} does not fit the model: {type(model).__name__} called with {describe(batch.inputs)} raised {type(error).__name__}: {error}"
+            f"Batch {batch.position} does not fit the model: {type(model).__name__} called with"
+            f" {describe(batch.inputs)} raised {type(error).__name__}: {error}"
         ) from error
 
 
 def logits_of(output: Any) -> Tensor | None:
-    """The logits inside a model's output: itself, `.logits`, `["logits"]`, or the first tensor of a tuple."""
+    """The logits inside a model's output: itself, `.logits`, `["logits"]`, or the first tensor of a
+    tuple.
+    """
     if isinstance(output, Tensor):
         return output
     if isinstance(output, (tuple, list)):
@@ -150,12 +168,20 @@ def logits_of(output: Any) -> Tensor | None:
 
 
 def mean_loss(loss: Loss | None, output: Any, batch: Batch) -> Tensor:
-    """The loss of a batch, checked to be one finite number; cross-entropy on the logits, of classes or of tokens, when `loss` is None."""
+    """The loss of a batch, checked to be one finite number; cross-entropy on the logits, of classes or of
+    tokens, when `loss` is None.
+    """
     value = _cross_entropy(output, batch) if loss is None else loss(output, batch.labels)
     if not isinstance(value, Tensor) or value.ndim != 0:
-        raise FairprunerError(f"The loss of batch {batch.position} is {describe(value)}, expected a scalar tensor: the mean over the batch.")
+        raise FairprunerError(
+            f"The loss of batch {batch.position} is {describe(value)}, expected a scalar tensor: the mean"
+            " over the batch."
+        )
     if not torch.isfinite(value):
-        raise FairprunerError(f"The loss of batch {batch.position} is {value.item()}, expected a finite number: look at that batch and at the model's weights.")
+        raise FairprunerError(
+            f"The loss of batch {batch.position} is {value.item()}, expected a finite number: look at that"
+            " batch and at the model's weights."
+        )
     return value
 
 
@@ -166,15 +192,21 @@ def _cross_entropy(output: Any, batch: Batch) -> Tensor:
     labels = batch.class_labels()
     if logits is None or logits.ndim != 2 or len(logits) != len(labels):
         raise FairprunerError(
-            f"The model returned {describe(output)}, expected logits of shape [{len(labels)}, classes] for cross-entropy. Pass loss= for other outputs."
+            f"The model returned {describe(output)}, expected logits of shape [{len(labels)}, classes] for"
+            " cross-entropy. Pass loss= for other outputs."
         )
     if int(labels.max()) >= logits.shape[1]:
-        raise FairprunerError(f"Batch {batch.position} has the label {int(labels.max())}, expected class indices below the {logits.shape[1]} logits.")
+        raise FairprunerError(
+            f"Batch {batch.position} has the label {int(labels.max())}, expected class indices below the"
+            f" {logits.shape[1]} logits."
+        )
     return F.cross_entropy(_precise(logits), labels)
 
 
 def token_losses(output: Any, batch: Batch) -> Tensor | None:
-    """The cross-entropy of every position of a batch of texts, [N, T], 0 where nothing is predicted; None for other outputs."""
+    """The cross-entropy of every position of a batch of texts, [N, T], 0 where nothing is predicted; None
+    for other outputs.
+    """
     logits, targets = logits_of(output), targets_of(batch.inputs, batch.labels)
     if logits is None or logits.ndim != 3 or targets is None or targets.shape != logits.shape[:2]:
         return None
@@ -186,11 +218,17 @@ def _token_cross_entropy(logits: Tensor, batch: Batch) -> Tensor:
     targets = targets_of(batch.inputs, batch.labels)
     if targets is None or targets.shape != logits.shape[:2]:
         raise FairprunerError(
-            f"The model returned logits {list(logits.shape)} and batch {batch.position} has labels {describe(batch.labels)}, expected a label for each of its tokens. Pass loss= for other outputs."
+            f"The model returned logits {list(logits.shape)} and batch {batch.position} has labels"
+            f" {describe(batch.labels)}, expected a label for each of its tokens. Pass loss= for other"
+            " outputs."
         )
     if bool((targets == IGNORED).all()):
-        raise FairprunerError(f"Batch {batch.position} has no token to predict: give longer texts, or labels other than {IGNORED}.")
-    # Ignoring what is not predicted is quicker than picking the rest out of the logits, which would copy them.
+        raise FairprunerError(
+            f"Batch {batch.position} has no token to predict: give longer texts, or labels other than"
+            f" {IGNORED}."
+        )
+    # Ignoring what is not predicted is quicker than picking the rest out of the logits, which would copy
+    # them.
     return F.cross_entropy(_precise(logits).flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
 
 

@@ -37,7 +37,9 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """Image values in [0, 1], less `mean`, over `std` (one number for all channels, or one each); images resized and cropped to `size`."""
+    """Image values in [0, 1], less `mean`, over `std` (one number for all channels, or one each); images
+    resized and cropped to `size`.
+    """
 
     size: int | None = None  # None: images are taken as large as they are
     mean: Sequence[float] = (0.0,)
@@ -62,13 +64,21 @@ class Preprocessing:
         """uint8 [N, C, …] → float32 of the same shape."""
         for name, values in (("mean", self.mean), ("std", self.std)):
             if pixels.ndim < 2 or len(values) not in (1, pixels.shape[1]):
-                raise FairprunerError(f"{name} has {len(values)} values for data of shape {list(pixels.shape)}, expected 1 or one per channel.")
-        mean, std = (torch.tensor(v).reshape(-1, *[1] * (pixels.ndim - 2)) for v in (self.mean, self.std))  # [C or 1, 1, …]
+                raise FairprunerError(
+                    f"{name} has {len(values)} values for data of shape {list(pixels.shape)}, expected 1 or"
+                    " one per channel."
+                )
+        mean, std = (
+            torch.tensor(v).reshape(-1, *[1] * (pixels.ndim - 2)) for v in (self.mean, self.std)
+        )  # [C or 1, 1, …]
         return (pixels.float() / 255 - mean) / std
 
 
-def load_data(source: str, sampling: Sampling, preprocessing: Preprocessing, *, transform: Transform | None = None) -> Iterable[Any]:
-    """Batches, as often as they are iterated: from class subfolders of images, an .npz with x and y, or "file.py:loader".
+def load_data(
+    source: str, sampling: Sampling, preprocessing: Preprocessing, *, transform: Transform | None = None
+) -> Iterable[Any]:
+    """Batches, as often as they are iterated: from class subfolders of images, an .npz with x and y, or
+    "file.py:loader".
 
     Images go through `transform` if it is given, else through `preprocessing`, as uint8 arrays do.
     """
@@ -79,13 +89,15 @@ def load_data(source: str, sampling: Sampling, preprocessing: Preprocessing, *, 
         return _arrays(path, sampling, preprocessing)
     if ":" not in source:
         raise FairprunerError(
-            f"Data {source!r} is neither a folder that exists, nor an .npz file, nor a text file for an hf: model, nor package.module:function or path/to/file.py:function."
+            f"Data {source!r} is neither a folder that exists, nor an .npz file, nor a text file for an hf:"
+            " model, nor package.module:function or path/to/file.py:function."
         )
     return _Loader(resolve(source), source, sampling.samples)
 
 
 def choose(labels: Ints, samples: int | None, seed: int) -> Ints:
-    """Positions of `samples` items, taken from every class in turn, so that classes are as even as they can be.
+    """Positions of `samples` items, taken from every class in turn, so that classes are as even as they
+    can be.
 
     >>> sorted(np.array([0, 0, 0, 0, 1])[choose(np.array([0, 0, 0, 0, 1]), 3, seed=0)].tolist())
     [0, 0, 1]
@@ -93,19 +105,26 @@ def choose(labels: Ints, samples: int | None, seed: int) -> Ints:
     mixed = np.random.default_rng(seed).permutation(labels.size)
     grouped = mixed[np.argsort(labels[mixed], kind="stable")]  # [n] class after class
     _, first, size = np.unique(labels[grouped], return_index=True, return_counts=True)
-    turn = np.arange(labels.size) - np.repeat(first, size)  # [n] 0 for the first of each class, 1 for the second, …
+    turn = np.arange(labels.size) - np.repeat(
+        first, size
+    )  # [n] 0 for the first of each class, 1 for the second, …
     return grouped[np.argsort(turn, kind="stable")][:samples]
 
 
 def _batches(dataset: Dataset[Any], labels: Ints, sampling: Sampling) -> Iterable[Any]:
-    return DataLoader(Subset(dataset, choose(labels, sampling.samples, sampling.seed).tolist()), sampling.batch_size, collate_fn=_stack)
+    return DataLoader(
+        Subset(dataset, choose(labels, sampling.samples, sampling.seed).tolist()),
+        sampling.batch_size,
+        collate_fn=_stack,
+    )
 
 
 def _stack(items: list[tuple[torch.Tensor, Any]]) -> Any:
     shapes = sorted({tuple(x.shape) for x, _ in items})
     if len(shapes) > 1:
         raise FairprunerError(
-            f"Images of one batch have {len(shapes)} different shapes ({shapes[0]} and {shapes[1]} among them): give --size to make them equal."
+            f"Images of one batch have {len(shapes)} different shapes ({shapes[0]} and {shapes[1]} among"
+            " them): give --size to make them equal."
         )
     return default_collate(items)
 
@@ -115,12 +134,15 @@ def _arrays(path: Path, sampling: Sampling, preprocessing: Preprocessing) -> Ite
         with np.load(path, allow_pickle=False) as file:
             x, y = file["x"], file["y"]
     except KeyError as error:
-        raise FairprunerError(f"Data {path} has no array {str(error.args[0]).split()[0]!r}: expected x (inputs) and y (labels).") from error
+        raise FairprunerError(
+            f"Data {path} has no array {str(error.args[0]).split()[0]!r}: expected x (inputs) and y (labels)."
+        ) from error
     except Exception as error:  # numpy raises OSError, ValueError, zipfile's own and more
         raise FairprunerError(f"Data {path} cannot be read: {error}") from error
     if y.ndim != 1 or y.dtype.kind not in "iu" or len(y) != len(x) or not len(x):
         raise FairprunerError(
-            f"Data {path} has x of shape {list(x.shape)} and y {y.dtype}{list(y.shape)}, expected one whole-number label for each of at least one sample."
+            f"Data {path} has x of shape {list(x.shape)} and y {y.dtype}{list(y.shape)}, expected one"
+            " whole-number label for each of at least one sample."
         )
     if x.dtype == np.uint8:
         inputs = preprocessing.normalise(torch.from_numpy(x))
@@ -134,15 +156,25 @@ def _arrays(path: Path, sampling: Sampling, preprocessing: Preprocessing) -> Ite
 
 def _images(folder: Path, sampling: Sampling, transform: Transform) -> Iterable[Any]:
     classes = sorted(child for child in folder.iterdir() if child.is_dir())
-    files = [(file, label) for label, child in enumerate(classes) for file in sorted(child.rglob("*")) if file.suffix.lower() in IMAGES]
+    files = [
+        (file, label)
+        for label, child in enumerate(classes)
+        for file in sorted(child.rglob("*"))
+        if file.suffix.lower() in IMAGES
+    ]
     if not files:
-        raise FairprunerError(f"Data folder {folder} has {len(classes)} class subfolders with no image in them: expected folder/class/image.jpg.")
+        raise FairprunerError(
+            f"Data folder {folder} has {len(classes)} class subfolders with no image in them: expected"
+            " folder/class/image.jpg."
+        )
     return _batches(_ImageFiles(files, transform), np.array([label for _, label in files]), sampling)
 
 
 @dataclass(frozen=True)
 class _ImageFiles(Dataset[tuple[torch.Tensor, int]]):
-    files: Sequence[tuple[Path, int]]  # with its label: the position of its folder among the sorted class folders
+    files: Sequence[
+        tuple[Path, int]
+    ]  # with its label: the position of its folder among the sorted class folders
     transform: Transform
 
     def __getitem__(self, position: int) -> tuple[torch.Tensor, int]:
@@ -160,7 +192,9 @@ class _ImageFiles(Dataset[tuple[torch.Tensor, int]]):
 
 @dataclass(frozen=True)
 class _Loader:
-    """The batches of a user's function, called again for every pass; stops after the batch that reaches `samples`."""
+    """The batches of a user's function, called again for every pass; stops after the batch that reaches
+    `samples`.
+    """
 
     function: Callable[[], Iterable[Any]]
     source: str
@@ -170,7 +204,9 @@ class _Loader:
         try:
             batches = iter(self.function())
         except Exception as error:
-            raise FairprunerError(f"Data {self.source!r} gave no batches: {type(error).__name__}: {error}") from error
+            raise FairprunerError(
+                f"Data {self.source!r} gave no batches: {type(error).__name__}: {error}"
+            ) from error
         seen = 0
         for batch in batches:
             yield batch

@@ -1,4 +1,6 @@
-"""Models of Hugging Face: "hf:folder-or-name" becomes a model, its tokenizer, its image preprocessing or an example to trace it with."""
+"""Models of Hugging Face: "hf:folder-or-name" becomes a model, its tokenizer, its image preprocessing or
+an example to trace it with.
+"""
 
 from __future__ import annotations
 
@@ -43,10 +45,14 @@ def architecture(place: str) -> nn.Module:
 
 
 def pretrained(place: str, original: type[nn.Module] | None = None) -> nn.Module:
-    """The model with the weights that lie beside its configuration; `original` is its class, where transformers does not have it."""
+    """The model with the weights that lie beside its configuration; `original` is its class, where
+    transformers does not have it.
+    """
     with _loading(place):
         config = configuration(place)
-        return _plain(_class(config, place, original).from_pretrained(place, config=config, **_options(place)))
+        return _plain(
+            _class(config, place, original).from_pretrained(place, config=config, **_options(place))
+        )
 
 
 def configuration(place: str) -> Any:
@@ -56,12 +62,15 @@ def configuration(place: str) -> Any:
 
 
 def tokenizer_of(place: str) -> Any:
-    """The model's tokenizer, made to fill batches up on the right: then positions count from the first real token in every model.
+    """The model's tokenizer, made to fill batches up on the right: then positions count from the first
+    real token in every model.
 
     One that has no padding token fills up with its end token, which the attention mask hides.
     """
     with _loading(place):
-        tokenizer = _lone_tokenizer(place) or _transformers().AutoTokenizer.from_pretrained(place, **_options(place))
+        tokenizer = _lone_tokenizer(place) or _transformers().AutoTokenizer.from_pretrained(
+            place, **_options(place)
+        )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "right"
@@ -69,11 +78,16 @@ def tokenizer_of(place: str) -> Any:
 
 
 def _lone_tokenizer(place: str) -> Any:
-    """What a tokenizer.json without settings beside it says; by the model's family transformers would put other rules in its place."""
+    """What a tokenizer.json without settings beside it says; by the model's family transformers would put
+    other rules in its place.
+    """
     file, settings = (local_file(place, name) for name in ("tokenizer.json", "tokenizer_config.json"))
     if file is None or settings is not None:
         return None
-    tokenizer, end = _transformers().PreTrainedTokenizerFast(tokenizer_file=file), configuration(place).eos_token_id
+    tokenizer, end = (
+        _transformers().PreTrainedTokenizerFast(tokenizer_file=file),
+        configuration(place).eos_token_id,
+    )
     if isinstance(end, int):
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
     return tokenizer
@@ -90,7 +104,11 @@ def example_for(model: Any) -> dict[str, torch.Tensor]:
     """Something to call a model with: a few tokens, or an image of the size its configuration tells."""
     if model.main_input_name == "pixel_values":
         config = getattr(model.config, "vision_config", model.config)
-        return {"pixel_values": torch.rand(1, getattr(config, "num_channels", 3), *2 * [getattr(config, "image_size", SIDE)])}
+        return {
+            "pixel_values": torch.rand(
+                1, getattr(config, "num_channels", 3), *2 * [getattr(config, "image_size", SIDE)]
+            )
+        }
     return dict(model.dummy_inputs)
 
 
@@ -105,15 +123,27 @@ def local_file(place: str, name: str) -> str | None:
 
 def is_causal(model: nn.Module) -> bool:
     """Whether a model predicts the next token."""
-    names = importlib.import_module("transformers.models.auto.modeling_auto").MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if is_model(model) else {}
+    names = (
+        importlib.import_module("transformers.models.auto.modeling_auto").MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        if is_model(model)
+        else {}
+    )
     return type(model).__name__ in names.values()
 
 
 def auto_classes(original: type[nn.Module]) -> list[str]:
     """The Auto classes of transformers that would build a class, such as AutoModelForCausalLM."""
     library = _transformers()
-    mappings = {name: getattr(getattr(library, name), "_model_mapping", None) for name in dir(library) if name.startswith("AutoModel")}
-    found = [name for name, mapping in mappings.items() if mapping is not None and original.__name__ in _flat(mapping._model_mapping.values())]
+    mappings = {
+        name: getattr(getattr(library, name), "_model_mapping", None)
+        for name in dir(library)
+        if name.startswith("AutoModel")
+    }
+    found = [
+        name
+        for name, mapping in mappings.items()
+        if mapping is not None and original.__name__ in _flat(mapping._model_mapping.values())
+    ]
     return sorted(found, key=lambda name: (name != "AutoModelForCausalLM", name))
 
 
@@ -126,13 +156,18 @@ def _class(config: Any, place: str, original: Any = None) -> Any:
     names = config.architectures or ["AutoModel"]
     found = original or getattr(_transformers(), names[0], None)
     if found is None:
-        raise FairprunerError(f"{place} is a {names[0]}, which transformers does not have: give build= a function that builds it.")
+        raise FairprunerError(
+            f"{place} is a {names[0]}, which transformers does not have: give build= a function that"
+            " builds it."
+        )
     found = found if config.architectures else type(found.from_config(config))
     return pruned(found) if hasattr(config, "pruned") else found
 
 
 def _plain(model: Any) -> nn.Module:
-    """A model of the original class, as a cut makes it: what the sizes of a pruned one were read from has done its work."""
+    """A model of the original class, as a cut makes it: what the sizes of a pruned one were read from has
+    done its work.
+    """
     model.__class__ = getattr(type(model), "unpruned", type(model))
     for path in getattr(model.config, "pruned", {"modules": {}})["modules"]:
         module = model.get_submodule(path)
@@ -148,7 +183,9 @@ def _options(place: str) -> dict[str, Any]:
 
 @contextmanager
 def _loading(place: str) -> Iterator[None]:
-    """No progress bar where there is no terminal, and a failure of transformers told in one sentence; its message may have many."""
+    """No progress bar where there is no terminal, and a failure of transformers told in one sentence; its
+    message may have many.
+    """
     logging = _transformers().utils.logging
     hidden = logging.is_progress_bar_enabled() and not sys.stderr.isatty()
     try:
@@ -158,9 +195,15 @@ def _loading(place: str) -> Iterator[None]:
     except FairprunerError:
         raise
     except Exception as error:
-        what = "cannot be loaded" if Path(place).exists() else "is no folder here, and as a hub name it cannot be fetched"
+        what = (
+            "cannot be loaded"
+            if Path(place).exists()
+            else "is no folder here, and as a hub name it cannot be fetched"
+        )
         reason = " ".join(str(error).split())[:300]
-        raise FairprunerError(f"Source '{PREFIX}:{place}' {what}: {type(error).__name__}: {reason}") from error
+        raise FairprunerError(
+            f"Source '{PREFIX}:{place}' {what}: {type(error).__name__}: {reason}"
+        ) from error
     finally:
         if hidden:
             logging.enable_progress_bar()
@@ -170,4 +213,7 @@ def _transformers() -> Any:
     try:
         return importlib.import_module("transformers")
     except ModuleNotFoundError as error:
-        raise FairprunerError(f"Hugging Face models need a package that is not installed ({error.name}): pip install 'fairpruner[{PREFIX}]'.") from error
+        raise FairprunerError(
+            f"Hugging Face models need a package that is not installed ({error.name}): pip install"
+            f" 'fairpruner[{PREFIX}]'."
+        ) from error

@@ -1,6 +1,8 @@
-"""A pruned model for transformers: the original class, resized to what `config.json` tells under "pruned".
+"""A pruned model for transformers: the original class, resized to what `config.json` tells under
+"pruned".
 
-`fairpruner` copies this file into the folder of a model that no configuration describes; it needs torch and transformers only.
+`fairpruner` copies this file into the folder of a model that no configuration describes; it needs torch
+and transformers only.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ def pruned(original: Any) -> Any:
 
         @classmethod
         def is_custom_code(cls) -> bool:
-            """Its weights lie in files as those of the original class do: transformers is to convert them alike."""
+            """Its weights lie in files as those of the original class do: transformers is to convert them
+            alike.
+            """
             return False
 
     Pruned.__name__ = Pruned.__qualname__ = original.__name__
@@ -30,18 +34,25 @@ def pruned(original: Any) -> Any:
 
 
 def resize(model: Any, sizes: Any) -> None:
-    """Shorten tensors to the shapes of `sizes["tensors"]`, and set the attributes of modules that `sizes["modules"]` tells."""
+    """Shorten tensors to the shapes of `sizes["tensors"]`, and set the attributes of modules that
+    `sizes["modules"]` tells.
+    """
     missing = sizes["tensors"].keys() - model.state_dict().keys()
     if missing:
         raise ValueError(
-            f"{type(model).__name__} has no {min(missing)} in the transformers installed here: this folder was written with {model.config.transformers_version}."
+            f"{type(model).__name__} has no {min(missing)} in the transformers installed here: this folder"
+            f" was written with {model.config.transformers_version}."
         )
     for name, shape in sizes["tensors"].items():
         path, _, attribute = name.rpartition(".")
         module = model.get_submodule(path)
         old = getattr(module, attribute)
         new = old.detach()[tuple(slice(length) for length in shape)].clone()
-        setattr(module, attribute, nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new)
+        setattr(
+            module,
+            attribute,
+            nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new,
+        )
     for path, attributes in sizes["modules"].items():
         for attribute, value in attributes.items():
             setattr(model.get_submodule(path), attribute, tuple(value) if isinstance(value, list) else value)

@@ -1,4 +1,6 @@
-"""Models by name: "timm:resnet18", "torchvision:resnet50", "hf:folder", "package.module:factory", "path/to/file.py:factory", and their weights."""
+"""Models by name: "timm:resnet18", "torchvision:resnet50", "hf:folder", "package.module:factory",
+"path/to/file.py:factory", and their weights.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class Zoo:
 
     names: Callable[[ModuleType], Iterable[str]]
     build: Callable[[ModuleType, str, bool], nn.Module]  # library, name, pretrained
-    transform: Callable[[ModuleType, str, nn.Module], Transform]  # the preprocessing its weights were trained with
+    transform: Callable[
+        [ModuleType, str, nn.Module], Transform
+    ]  # the preprocessing its weights were trained with
 
 
 def _timm_transform(timm: ModuleType, name: str, model: nn.Module) -> Transform:
@@ -56,7 +60,9 @@ ZOOS = {
     ),
     "torchvision": Zoo(
         names=lambda torchvision: torchvision.models.list_models(),
-        build=lambda torchvision, name, pretrained: torchvision.models.get_model(name, weights="DEFAULT" if pretrained else None),
+        build=lambda torchvision, name, pretrained: torchvision.models.get_model(
+            name, weights="DEFAULT" if pretrained else None
+        ),
         transform=_torchvision_transform,
     ),
 }
@@ -64,7 +70,8 @@ LIBRARIES = (*ZOOS, hugging_face.PREFIX)
 
 
 def load_model(source: str, weights: str | Path | None = None) -> nn.Module:
-    """The model a source names, with weights from a .safetensors, .pt or .pth file, or the zoo's own ("pretrained"); "hf:" has its own.
+    """The model a source names, with weights from a .safetensors, .pt or .pth file, or the zoo's own
+    ("pretrained"); "hf:" has its own.
 
     >>> load_model("torch.nn:Identity")
     Identity()
@@ -111,7 +118,9 @@ def example_for(source: str, model: nn.Module) -> Any:
     try:
         return transform(Image.new("RGB", (256, 256)))[None]
     except Exception as error:  # video and other models take no image
-        raise FairprunerError(f"{source} does not say the shape of its input: give it, such as 3,224,224.") from error
+        raise FairprunerError(
+            f"{source} does not say the shape of its input: give it, such as 3,224,224."
+        ) from error
 
 
 def _build(source: str, pretrained: bool = False) -> nn.Module:
@@ -119,16 +128,25 @@ def _build(source: str, pretrained: bool = False) -> nn.Module:
     if library == hugging_face.PREFIX:
         return hugging_face.pretrained(name) if pretrained else hugging_face.architecture(name)
     if pretrained and library not in ZOOS:
-        raise FairprunerError(f"Source {source!r} has no weights of its own: {PRETRAINED!r} works with {', '.join(LIBRARIES)}; give a weights file.")
+        raise FairprunerError(
+            f"Source {source!r} has no weights of its own: {PRETRAINED!r} works with {', '.join(LIBRARIES)};"
+            " give a weights file."
+        )
     build = _zoo_factory(library, name, pretrained) if library in ZOOS else resolve(source)
     if not callable(build):
-        raise FairprunerError(f"Source {source!r} is a {type(build).__name__}, expected a function that builds a model.")
+        raise FairprunerError(
+            f"Source {source!r} is a {type(build).__name__}, expected a function that builds a model."
+        )
     try:
         model = build()
     except Exception as error:
-        raise FairprunerError(f"Source {source!r} did not build a model: {type(error).__name__}: {error}") from error
+        raise FairprunerError(
+            f"Source {source!r} did not build a model: {type(error).__name__}: {error}"
+        ) from error
     if not isinstance(model, nn.Module):
-        raise FairprunerError(f"Source {source!r} built a {type(model).__name__}, expected a torch.nn.Module.")
+        raise FairprunerError(
+            f"Source {source!r} built a {type(model).__name__}, expected a torch.nn.Module."
+        )
     return model
 
 
@@ -137,7 +155,9 @@ def _zoo_factory(library: str, name: str, pretrained: bool) -> Factory:
     names = set(zoo.names(module))
     if name.partition(".")[0] not in names:  # timm appends the weights' tag after a dot
         close = get_close_matches(name, names, n=1)
-        raise FairprunerError(f"{library} has no model {name!r}{f': did you mean {close[0]!r}?' if close else '.'}")
+        raise FairprunerError(
+            f"{library} has no model {name!r}{f': did you mean {close[0]!r}?' if close else '.'}"
+        )
     return lambda: zoo.build(module, name, pretrained)
 
 
@@ -145,9 +165,15 @@ def _import_zoo(library: str) -> ModuleType:
     try:
         return importlib.import_module(library)
     except ModuleNotFoundError as error:
-        raise FairprunerError(f"Source {library!r} needs a package that is not installed ({error.name}): pip install 'fairpruner[{library}]'.") from error
+        raise FairprunerError(
+            f"Source {library!r} needs a package that is not installed ({error.name}): pip install"
+            f" 'fairpruner[{library}]'."
+        ) from error
     except Exception as error:  # a build that does not fit this torch fails in many ways
-        raise FairprunerError(f"{library} is installed but does not import ({error}): install the build that fits torch {torch.__version__}.") from error
+        raise FairprunerError(
+            f"{library} is installed but does not import ({error}): install the build that fits torch"
+            f" {torch.__version__}."
+        ) from error
 
 
 def resolve(source: str) -> Any:
@@ -159,18 +185,26 @@ def resolve(source: str) -> Any:
     place, _, name = source.rpartition(":")
     if not place or not name:
         raise FairprunerError(
-            f"Source {source!r} names no function: expected {', '.join(f'{library}:name' for library in LIBRARIES)}, package.module:function or path/to/file.py:function."
+            f"Source {source!r} names no function: expected"
+            f" {', '.join(f'{library}:name' for library in LIBRARIES)}, package.module:function or"
+            " path/to/file.py:function."
         )
     try:
         module = _run_file(Path(place)) if place.endswith(".py") else _import_module(place)
     except FairprunerError:
         raise
     except Exception as error:  # the user's own code may raise anything
-        raise FairprunerError(f"Source {source!r}: {place} does not import: {type(error).__name__}: {error}") from error
+        raise FairprunerError(
+            f"Source {source!r}: {place} does not import: {type(error).__name__}: {error}"
+        ) from error
     try:
         return reduce(getattr, name.split("."), module)
     except AttributeError:
-        raise unknown(f"function of {place}", name, [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]) from None
+        raise unknown(
+            f"function of {place}",
+            name,
+            [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")],
+        ) from None
 
 
 def _import_module(name: str) -> ModuleType:
@@ -195,17 +229,31 @@ def _importable(folder: Path) -> None:
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
-    """Copy a checkpoint into the model: every tensor of the model is given one of the same name and shape, and none is left over."""
+    """Copy a checkpoint into the model: every tensor of the model is given one of the same name and
+    shape, and none is left over.
+    """
     found = _read_weights(path)
     expected = model.state_dict(keep_vars=True)
-    filled = {id(expected[name]) for name in found if name in expected}  # a tied tensor may be stored under one of its names only
+    filled = {
+        id(expected[name]) for name in found if name in expected
+    }  # a tied tensor may be stored under one of its names only
     problems = {
-        "missing": [name for name, tensor in expected.items() if name not in found and id(tensor) not in filled],
+        "missing": [
+            name for name, tensor in expected.items() if name not in found and id(tensor) not in filled
+        ],
         "unexpected": [name for name in found if name not in expected],
-        "of another shape": [f"{n} {list(t.shape)} for {list(expected[n].shape)}" for n, t in found.items() if n in expected and t.shape != expected[n].shape],
+        "of another shape": [
+            f"{n} {list(t.shape)} for {list(expected[n].shape)}"
+            for n, t in found.items()
+            if n in expected and t.shape != expected[n].shape
+        ],
     }
     if any(problems.values()):
-        listed = "; ".join(f"{len(names)} {what} ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})" for what, names in problems.items() if names)
+        listed = "; ".join(
+            f"{len(names)} {what} ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})"
+            for what, names in problems.items()
+            if names
+        )
         raise FairprunerError(f"Weights {path} do not fit {type(model).__name__}: {listed}.")
     model.load_state_dict(found, strict=False)
 
@@ -213,20 +261,31 @@ def load_weights(model: nn.Module, path: Path) -> None:
 def _read_weights(path: Path) -> dict[str, torch.Tensor]:
     if not path.is_file():
         raise FairprunerError(f"No weights file {path}.")
-    readers: dict[str, Callable[[Path], Any]] = {".safetensors": load_file, ".pt": _read_checkpoint, ".pth": _read_checkpoint}
+    readers: dict[str, Callable[[Path], Any]] = {
+        ".safetensors": load_file,
+        ".pt": _read_checkpoint,
+        ".pth": _read_checkpoint,
+    }
     if path.suffix not in readers:
         raise unknown("kind of weights file", path.suffix, readers)
     try:
         content = readers[path.suffix](path)
     except pickle.UnpicklingError as error:
-        raise FairprunerError(f"Weights {path} hold more than tensors, which could run code: save model.state_dict() instead.") from error
+        raise FairprunerError(
+            f"Weights {path} hold more than tensors, which could run code: save model.state_dict() instead."
+        ) from error
     except (SafetensorError, RuntimeError, EOFError, OSError) as error:
         raise FairprunerError(f"Weights {path} cannot be read: {error}") from error
     for wrapper in ("state_dict", "model"):
         if isinstance(content, Mapping) and isinstance(content.get(wrapper), Mapping):
             content = content[wrapper]
-    if not isinstance(content, Mapping) or not all(isinstance(tensor, torch.Tensor) for tensor in content.values()):
-        raise FairprunerError(f"Weights {path} hold no state_dict: expected a mapping of names to tensors, alone or under 'state_dict' or 'model'.")
+    if not isinstance(content, Mapping) or not all(
+        isinstance(tensor, torch.Tensor) for tensor in content.values()
+    ):
+        raise FairprunerError(
+            f"Weights {path} hold no state_dict: expected a mapping of names to tensors, alone or under"
+            " 'state_dict' or 'model'."
+        )
     return dict(content)
 
 

@@ -1,4 +1,6 @@
-"""Texts: the rows of a .jsonl, .csv or .parquet file, compressed or not, and batches of them tokenised as the model wants."""
+"""Texts: the rows of a .jsonl, .csv or .parquet file, compressed or not, and batches of them tokenised as
+the model wants.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ Tokenizer = Callable[..., Mapping[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Columns:
-    """Which columns hold the text (two for pairs) and its class, and how many tokens of each text to take."""
+    """Which columns hold the text (two for pairs) and its class, and how many tokens of each text to
+    take.
+    """
 
     text: Sequence[str] = ("text",)
     label: str | None = None  # None: texts without classes
@@ -34,26 +38,49 @@ class Columns:
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.text) <= 2:
-            raise FairprunerError(f"The text columns are {list(self.text)}, expected one, or two for pairs of texts.")
+            raise FairprunerError(
+                f"The text columns are {list(self.text)}, expected one, or two for pairs of texts."
+            )
         if self.length < 1:
             raise FairprunerError(f"length is {self.length}, expected at least 1 token.")
 
 
 def load_text(
-    path: str | Path, tokenizer: Tokenizer, sampling: Sampling, columns: Columns | None = None, *, classes: Mapping[str, int] | None = None
+    path: str | Path,
+    tokenizer: Tokenizer,
+    sampling: Sampling,
+    columns: Columns | None = None,
+    *,
+    classes: Mapping[str, int] | None = None,
 ) -> Iterable[dict[str, torch.Tensor]]:
-    """Batches of tokens with an attention mask, padded to the longest of their texts, as dicts; `labels` [N] if there is a label column.
+    """Batches of tokens with an attention mask, padded to the longest of their texts, as dicts; `labels`
+    [N] if there is a label column.
 
-    Whole numbers and booleans are class indices as they are; words are looked up in `classes`, or numbered in sorted order.
+    Whole numbers and booleans are class indices as they are; words are looked up in `classes`, or
+    numbered in sorted order.
     """
     columns = columns or Columns()
     rows = read_rows(Path(path))
-    texts = [tuple(_text(row, name, number, path) for name in columns.text) for number, row in enumerate(rows)]
-    labels = np.zeros(len(rows), dtype=np.int64) if columns.label is None else _labels([_cell(row, columns.label, path) for row in rows], classes or {}, path)
+    texts = [
+        tuple(_text(row, name, number, path) for name in columns.text) for number, row in enumerate(rows)
+    ]
+    labels = (
+        np.zeros(len(rows), dtype=np.int64)
+        if columns.label is None
+        else _labels([_cell(row, columns.label, path) for row in rows], classes or {}, path)
+    )
 
     def tokenise(chosen: list[int]) -> dict[str, torch.Tensor]:
         parts = zip(*(texts[i] for i in chosen), strict=True)
-        batch = dict(tokenizer(*map(list, parts), padding=True, truncation=True, max_length=columns.length, return_tensors="pt"))
+        batch = dict(
+            tokenizer(
+                *map(list, parts),
+                padding=True,
+                truncation=True,
+                max_length=columns.length,
+                return_tensors="pt",
+            )
+        )
         return batch if columns.label is None else {**batch, "labels": torch.from_numpy(labels[chosen])}
 
     positions: list[int] = choose(labels, sampling.samples, sampling.seed).tolist()
@@ -76,7 +103,9 @@ def read_rows(path: Path) -> list[Row]:
     except (OSError, EOFError, lzma.LZMAError, UnicodeDecodeError, ValueError, csv.Error) as error:
         raise FairprunerError(f"Data {path} cannot be read: {error}.") from error
     if not rows or not all(isinstance(row, dict) for row in rows):
-        raise FairprunerError(f"Data {path} has {len(rows)} rows, expected at least one, each with named columns.")
+        raise FairprunerError(
+            f"Data {path} has {len(rows)} rows, expected at least one, each with named columns."
+        )
     return rows
 
 
@@ -88,7 +117,9 @@ def _read_parquet(file: IO[bytes]) -> list[Row]:
     try:
         parquet = importlib.import_module("pyarrow.parquet")
     except ModuleNotFoundError as error:
-        raise FairprunerError(f"Parquet files need a package that is not installed ({error.name}): pip install pyarrow.") from error
+        raise FairprunerError(
+            f"Parquet files need a package that is not installed ({error.name}): pip install pyarrow."
+        ) from error
     rows: list[Row] = parquet.read_table(file).to_pylist()
     return rows
 
@@ -113,17 +144,24 @@ def _cell(row: Row, name: str, path: str | Path) -> Any:
 def _text(row: Row, name: str, number: int, path: str | Path) -> str:
     value = _cell(row, name, path)
     if not isinstance(value, str):
-        raise FairprunerError(f"Row {number + 1} of {path} has a {type(value).__name__} in column {name!r}, expected text.")
+        raise FairprunerError(
+            f"Row {number + 1} of {path} has a {type(value).__name__} in column {name!r}, expected text."
+        )
     return value
 
 
 def _labels(values: Sequence[Any], classes: Mapping[str, int], path: str | Path) -> Ints:
     """A class index for every row, [n]."""
-    if all(isinstance(value, (bool, int)) or (isinstance(value, str) and value.isdigit()) for value in values):
+    if all(
+        isinstance(value, (bool, int)) or (isinstance(value, str) and value.isdigit()) for value in values
+    ):
         return np.array([int(value) for value in values])
     strange = [value for value in values if not isinstance(value, str)]
     if strange:
-        raise FairprunerError(f"Data {path} has the label {strange[0]!r} among others, expected whole numbers, or words in every row.")
+        raise FairprunerError(
+            f"Data {path} has the label {strange[0]!r} among others, expected whole numbers, or words in"
+            " every row."
+        )
     words = sorted(set(values))
     known = classes if set(words) <= set(classes) else {word: i for i, word in enumerate(words)}
     return np.array([known[value] for value in values])

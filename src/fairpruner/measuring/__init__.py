@@ -36,11 +36,13 @@ def measure(
     memory: bool = True,
     energy: str | None = None,
 ) -> Measurement:
-    """Params, FLOPs (MACs), bytes, latency and memory of a model, beside `against`, the one it was cut from.
+    """Params, FLOPs (MACs), bytes, latency and memory of a model, beside `against`, the one it was cut
+    from.
 
-    Both run in turn, so that a slow moment of the machine falls on both; a speed-up is the median of the rounds' own
-    quotients, with its quartiles. A language model is timed apart for reading a prompt and for writing. `memory` starts
-    a new process for each model; `energy` is the ISO code of a country, "DEU", and needs CodeCarbon.
+    Both run in turn, so that a slow moment of the machine falls on both; a speed-up is the median of the
+    rounds' own quotients, with its quartiles. A language model is timed apart for reading a prompt and
+    for writing. `memory` starts a new process for each model; `energy` is the ISO code of a country,
+    "DEU", and needs CodeCarbon.
 
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> found = measure(net, torch.zeros(1, 4), batch_sizes=[2], repeats=3, memory=False)
@@ -61,8 +63,18 @@ def measure(
             quantities += _memory(models, batched(example, batch_sizes[0]), used)
         if energy is not None:
             quantities += _energy(models, batched(example, batch_sizes[0]), used, energy)
-        timings = [timing for size in batch_sizes for timing in _timings(models, batched(example, size), size, runtimes, used, repeats)]
-    setting = {"threads": used, "repeats": repeats, "batch size of memory and energy": batch_sizes[0], "torch": torch.__version__, "machine": machine()}
+        timings = [
+            timing
+            for size in batch_sizes
+            for timing in _timings(models, batched(example, size), size, runtimes, used, repeats)
+        ]
+    setting = {
+        "threads": used,
+        "repeats": repeats,
+        "batch size of memory and energy": batch_sizes[0],
+        "torch": torch.__version__,
+        "machine": machine(),
+    }
     return Measurement(tuple(quantities), tuple(timings), setting)
 
 
@@ -71,8 +83,14 @@ def _check(batch_sizes: Sequence[int], runtimes: Sequence[str], repeats: int) ->
         check_runtime(name)
     if isinstance(runtimes, str) or not runtimes:
         raise FairprunerError(f"runtimes is {runtimes!r}, expected a list of some of {', '.join(RUNTIMES)}.")
-    if isinstance(batch_sizes, int) or not batch_sizes or any(isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 1 for n in batch_sizes):
-        raise FairprunerError(f"batch_sizes is {batch_sizes!r}, expected whole numbers of at least 1, such as (1, 8).")
+    if (
+        isinstance(batch_sizes, int)
+        or not batch_sizes
+        or any(isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 1 for n in batch_sizes)
+    ):
+        raise FairprunerError(
+            f"batch_sizes is {batch_sizes!r}, expected whole numbers of at least 1, such as (1, 8)."
+        )
     if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
         raise FairprunerError(f"repeats is {repeats!r}, expected a whole number of at least 1.")
 
@@ -118,14 +136,25 @@ def _memory(models: Sequence[nn.Module], example: Any, threads: int) -> list[Qua
 
 def _energy(models: Sequence[nn.Module], example: Any, threads: int, country: str) -> list[Quantity]:
     found = [energy_of(prepared("eager", model, example, threads), country) for model in models]
-    note = "" if all(f.counted for f in found) else "an estimate from the processor's load and nominal power: the hardware offers no counter"
+    note = (
+        ""
+        if all(f.counted for f in found)
+        else "an estimate from the processor's load and nominal power: the hardware offers no counter"
+    )
     return [
         Quantity.of("energy", "J", (f.joules for f in found), note),
-        Quantity.of("CO2", "mg", (f.co2_milligrams for f in found), note and f"{note}, and from the power mix of {country}"),
+        Quantity.of(
+            "CO2",
+            "mg",
+            (f.co2_milligrams for f in found),
+            note and f"{note}, and from the power mix of {country}",
+        ),
     ]
 
 
-def _timings(models: Sequence[nn.Module], example: Any, size: int, runtimes: Sequence[str], threads: int, repeats: int) -> Iterator[Timing]:
+def _timings(
+    models: Sequence[nn.Module], example: Any, size: int, runtimes: Sequence[str], threads: int, repeats: int
+) -> Iterator[Timing]:
     for runtime in runtimes:
         try:
             runs: list[Run] = [prepared(runtime, model, example, threads) for model in models]

@@ -1,4 +1,5 @@
-"""A program of its own, that imports torch and nothing else: load an exported model, run it, print the peak of resident memory.
+"""A program of its own, that imports torch and nothing else: load an exported model, run it, print the
+peak of resident memory.
 
 python fresh.py MODEL.pt2 THREADS      ->  {"idle": bytes before loading, "peak": bytes at most}
 """
@@ -14,7 +15,9 @@ import torch
 
 
 def resident(field: str) -> int:
-    """A field of /proc/self/status in bytes; unlike the peak that `getrusage` tells, it knows nothing of the parent process."""
+    """A field of /proc/self/status in bytes; unlike the peak that `getrusage` tells, it knows nothing of
+    the parent process.
+    """
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
     return 1024 * int(line.split()[1])
 

@@ -1,4 +1,6 @@
-"""A language model's two paces: reading the prompt (prefill) and writing one token after the other (decode)."""
+"""A language model's two paces: reading the prompt (prefill) and writing one token after the other
+(decode).
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,19 @@ TOKENS = 8  # written in each repeat
 
 
 def generates(model: nn.Module, example: Any) -> bool:
-    """Whether a model takes token ids by name and writes text by `generate`, one token at a time from a cache."""
+    """Whether a model takes token ids by name and writes text by `generate`, one token at a time from a
+    cache.
+    """
     config = getattr(model, "config", None)
     cached = getattr(config, "is_decoder", False) or getattr(config, "use_cache", False)
-    return hasattr(model, "generate") and bool(cached) and hasattr(example, "items") and "input_ids" in example
+    return (
+        hasattr(model, "generate") and bool(cached) and hasattr(example, "items") and "input_ids" in example
+    )
 
 
-def prefill_and_decode(models: Sequence[nn.Module], prompt: Any, repeats: int, *, clock: Clock = time.perf_counter) -> tuple[Floats, Floats]:
+def prefill_and_decode(
+    models: Sequence[nn.Module], prompt: Any, repeats: int, *, clock: Clock = time.perf_counter
+) -> tuple[Floats, Floats]:
     """Milliseconds to read the prompt, and for each token after it, [M, repeats] both; models take turns."""
     tokens = {name: value for name, value in prompt.items() if name in ("input_ids", "attention_mask")}
     times = np.zeros((2, len(models), repeats + WARM_UP))
@@ -45,6 +53,11 @@ def _once(model: Any, tokens: dict[str, torch.Tensor], clock: Clock) -> tuple[fl
     for _ in range(TOKENS):
         chosen = output.logits[:, -1:].argmax(-1)  # [N, 1]
         mask = None if mask is None else torch.cat([mask, torch.ones_like(chosen)], dim=1)
-        output = model(input_ids=chosen, past_key_values=output.past_key_values, use_cache=True, **({} if mask is None else {"attention_mask": mask}))
+        output = model(
+            input_ids=chosen,
+            past_key_values=output.past_key_values,
+            use_cache=True,
+            **({} if mask is None else {"attention_mask": mask}),
+        )
     finish(device)
     return 1000 * (read - start), 1000 * (clock() - read) / TOKENS

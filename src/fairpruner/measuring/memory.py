@@ -21,7 +21,9 @@ from fairpruner.models.calling import call, tensors_of
 
 
 class _Tensors(nn.Module):
-    """A model that gives the tensors of its output alone: a process with torch only knows no other library's classes."""
+    """A model that gives the tensors of its output alone: a process with torch only knows no other
+    library's classes.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -32,9 +34,11 @@ class _Tensors(nn.Module):
 
 
 def peak_resident(model: nn.Module, example: Any, threads: int) -> dict[str, int]:
-    """Bytes of resident memory of a new process: `idle` with torch alone, and the `peak` when it has loaded and run the model.
+    """Bytes of resident memory of a new process: `idle` with torch alone, and the `peak` when it has
+    loaded and run the model.
 
-    The model travels as a file of `torch.export`: graph as JSON, weights as they are, no code and no pickle of ours.
+    The model travels as a file of `torch.export`: graph as JSON, weights as they are, no code and no
+    pickle of ours.
     """
     if not Path("/proc/self/status").exists():
         raise FairprunerError("Peak resident memory is read from /proc, which this system does not have.")
@@ -43,13 +47,32 @@ def peak_resident(model: nn.Module, example: Any, threads: int) -> dict[str, int
         try:
             with warnings.catch_warnings(), torch.no_grad():
                 warnings.simplefilter("ignore")  # the exporter warns about its own future
-                torch.export.save(exported(_Tensors(model), {**example, "use_cache": False} if generates(model, example) else example), path)
+                torch.export.save(
+                    exported(
+                        _Tensors(model),
+                        {**example, "use_cache": False} if generates(model, example) else example,
+                    ),
+                    path,
+                )
         except Exception as error:  # it fails in as many ways as there are models
-            raise FairprunerError(f"torch.export cannot export {type(model).__name__}: {(str(error).strip().splitlines() or [''])[0]}") from error
-        command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("fresh.py")), str(path), str(threads)]
+            raise FairprunerError(
+                f"torch.export cannot export {type(model).__name__}:"
+                f" {(str(error).strip().splitlines() or [''])[0]}"
+            ) from error
+        command = [
+            sys.executable,
+            "-W",
+            "ignore",
+            str(Path(__file__).with_name("fresh.py")),
+            str(path),
+            str(threads),
+        ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise FairprunerError(f"The process that was to measure memory failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
+        raise FairprunerError(
+            "The process that was to measure memory failed:"
+            f" {(done.stderr.strip().splitlines() or ['no message'])[-1]}"
+        )
     found: dict[str, int] = json.loads(done.stdout)
     return found
 

@@ -32,7 +32,10 @@ from fairpruner.models.narrowing import cut_units
 SHARES = (1.0, 0.9, 0.75, 0.6, 0.45, 0.3)  # of every space's units
 MULTIPLES = (1, 8, 16, 32)  # that are tried
 BY_CHANCE = (1, 1, 8, 8, 16, 16, 32, 32)  # models whose spaces keep shares by chance, in these multiples
-CLEARLY = 0.75  # a multiple is believed if it leaves less than this of the misses, on average over operations, that widths taken as they are leave
+# a multiple is believed if it leaves less than this of the misses, on average over operations, that
+# widths
+# taken as they are leave
+CLEARLY = 0.75
 
 Progress = Callable[[int, int], None]  # rounds done, of how many
 
@@ -48,10 +51,11 @@ def latency_table(
     repeats: int = 10,
     progress: Progress | None = None,
 ) -> LatencyTable:
-    """Measure, once on this machine, how long every operation of a model takes at any widths: budgets of latency need nothing else.
+    """Measure, once on this machine, how long every operation of a model takes at any widths: budgets of
+    latency need nothing else.
 
-    About a dozen cut models run in turn, `repeats` times, as a whole in the `runtime` and operation by operation in torch;
-    `progress` is called with the rounds done and their number.
+    About a dozen cut models run in turn, `repeats` times, as a whole in the `runtime` and operation by
+    operation in torch; `progress` is called with the rounds done and their number.
 
     >>> net = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 8))
     >>> import fairpruner as fp
@@ -66,36 +70,64 @@ def latency_table(
         terms = [accountant.term(work.macs, work.axes) for work in seen.work]
         orders, depths = _trials(spaces)
         models = [cut_units(model, spaces, _removed(spaces, orders, column)) for column in depths.T]
-        whole, parts = _times(models, batched(example, batch_size), used, (runtime, repeats), progress or (lambda done, rounds: None))
+        whole, parts = _times(
+            models,
+            batched(example, batch_size),
+            used,
+            (runtime, repeats),
+            progress or (lambda done, rounds: None),
+        )
     if parts.shape[1] != len(terms):
         raise FairprunerError(
-            f"{type(model).__name__} ran {parts.shape[1]} operations when it was timed and {len(terms)} when it was traced: what it does depends on its input, so its latency cannot be put together from operations."
+            f"{type(model).__name__} ran {parts.shape[1]} operations when it was timed and {len(terms)} when"
+            " it was traced: what it does depends on its input, so its latency cannot be put together from"
+            " operations."
         )
     parts *= (whole / parts.sum(axis=1))[:, None]  # looking at operations slows them down
     lengths = Lengths(accountant.factors, spaces, orders).kept(depths)  # [F, T]
-    # All but the whole model: its largest tensors may take the memory another way, and it needs no prediction.
-    ops, multiple = _fitted(terms, lengths[:, 1:], np.array([factor.size for factor in accountant.factors]), parts[1:])
-    setting = {"batch_size": batch_size, "threads": used, "runtime": runtime, "machine": machine(), "torch": torch.__version__}
-    table = LatencyTable(tuple(accountant.factors), ops, float(whole[0]), multiple, spaces.fingerprint, setting)
-    return replace(table, trials=tuple(zip(whole.tolist(), table.milliseconds(lengths).tolist(), strict=True)))
+    # All but the whole model: its largest tensors may take the memory another way, and it needs no
+    # prediction.
+    ops, multiple = _fitted(
+        terms, lengths[:, 1:], np.array([factor.size for factor in accountant.factors]), parts[1:]
+    )
+    setting = {
+        "batch_size": batch_size,
+        "threads": used,
+        "runtime": runtime,
+        "machine": machine(),
+        "torch": torch.__version__,
+    }
+    table = LatencyTable(
+        tuple(accountant.factors), ops, float(whole[0]), multiple, spaces.fingerprint, setting
+    )
+    return replace(
+        table, trials=tuple(zip(whole.tolist(), table.milliseconds(lengths).tolist(), strict=True))
+    )
 
 
 def _check(model: nn.Module, spaces: Spaces, batch_size: int, runtime: str, repeats: int) -> None:
     check_runtime(runtime)
     if fingerprint(model) != spaces.fingerprint:
-        raise FairprunerError(f"The spaces belong to another model than this {type(model).__name__}: discover this one, or give the original.")
+        raise FairprunerError(
+            f"The spaces belong to another model than this {type(model).__name__}: discover this one, or give"
+            " the original."
+        )
     for name, value in {"batch_size": batch_size, "repeats": repeats}.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise FairprunerError(f"{name} is {value!r}, expected a whole number of at least 1.")
 
 
 def _trials(spaces: Spaces) -> tuple[list[Ints], Ints]:
-    """Orders of units by chance, and the depth of every space in every trial, [S, T]; the first trial is the whole model."""
+    """Orders of units by chance, and the depth of every space in every trial, [S, T]; the first trial is
+    the whole model.
+    """
     rng = np.random.default_rng(0)
     orders = [removal_order(rng.random(space.size), space.groups) for space in spaces]
     sizes, least = (np.array([getattr(space, name) for space in spaces]) for name in ("size", "min_keep"))
     groups = np.array([space.groups for space in spaces])
-    wanted = [(np.full(sizes.size, share), 1) for share in SHARES] + [(rng.uniform(0.25, 1.0, sizes.size), multiple) for multiple in BY_CHANCE]
+    wanted = [(np.full(sizes.size, share), 1) for share in SHARES] + [
+        (rng.uniform(0.25, 1.0, sizes.size), multiple) for multiple in BY_CHANCE
+    ]
     columns = []
     for share, multiple in wanted:
         step = np.where([space.kind in ("channel", "hidden") for space in spaces], multiple, groups)
@@ -105,7 +137,9 @@ def _trials(spaces: Spaces) -> tuple[list[Ints], Ints]:
 
 
 def _removed(spaces: Spaces, orders: Sequence[Ints], depths: Ints) -> dict[str, list[int]]:
-    return {space.name: order[:depth].tolist() for space, order, depth in zip(spaces, orders, depths, strict=True)}
+    return {
+        space.name: order[:depth].tolist() for space, order, depth in zip(spaces, orders, depths, strict=True)
+    }
 
 
 class _Marks(TorchDispatchMode):
@@ -132,7 +166,9 @@ def _profiled(model: nn.Module, example: Any) -> Floats:
     return 1000 * np.diff([start, *marks.begun[1:], time.perf_counter()])
 
 
-def _times(models: Sequence[nn.Module], example: Any, threads: int, how: tuple[str, int], progress: Progress) -> tuple[Floats, Floats]:
+def _times(
+    models: Sequence[nn.Module], example: Any, threads: int, how: tuple[str, int], progress: Progress
+) -> tuple[Floats, Floats]:
     """Median milliseconds of every model as a whole [T], and of its operations [T, O]."""
     runtime, repeats = how
     with ExitStack() as stack:
@@ -144,21 +180,31 @@ def _times(models: Sequence[nn.Module], example: Any, threads: int, how: tuple[s
         settle_memory()
         rounds = []
         for done in range(repeats + 1):
-            rounds.append([(timed(run), _profiled(model, example)) for run, model in zip(runs, models, strict=True)])
+            rounds.append(
+                [(timed(run), _profiled(model, example)) for run, model in zip(runs, models, strict=True)]
+            )
             progress(done, repeats)
-    whole, parts = (np.array([[pair[part] for pair in round] for round in rounds[1:]]) for part in (0, 1))  # the first was to warm up
+    whole, parts = (
+        np.array([[pair[part] for pair in round] for round in rounds[1:]]) for part in (0, 1)
+    )  # the first was to warm up
     return _typical(whole), _typical(parts)
 
 
 def _typical(times: Floats) -> Floats:
-    """The median over rounds, [R, T, …] -> [T, …], once rounds in which the machine was faster or slower for all are brought to one pace."""
+    """The median over rounds, [R, T, …] -> [T, …], once rounds in which the machine was faster or slower
+    for all are brought to one pace.
+    """
     pace = times.reshape(len(times), -1).sum(axis=1)
     typical: Floats = np.median(times * (np.median(pace) / pace).reshape(-1, *[1] * (times.ndim - 1)), axis=0)
     return typical
 
 
-def _fitted(terms: Sequence[Term], lengths: Ints, sizes: Ints, times: Floats) -> tuple[tuple[TimedOp, ...], int]:
-    """Each operation's parts, by least squares over the trials, and the multiple of widths that explains the times best."""
+def _fitted(
+    terms: Sequence[Term], lengths: Ints, sizes: Ints, times: Floats
+) -> tuple[tuple[TimedOp, ...], int]:
+    """Each operation's parts, by least squares over the trials, and the multiple of widths that explains
+    the times best.
+    """
     misses, fits = {}, {}
     for multiple in MULTIPLES:
         found = [_fit_op(term, lengths, sizes, multiple, times[:, o]) for o, term in enumerate(terms)]
@@ -169,12 +215,17 @@ def _fitted(terms: Sequence[Term], lengths: Ints, sizes: Ints, times: Floats) ->
 
 
 def _fit_op(term: Term, lengths: Ints, sizes: Ints, multiple: int, times: Floats) -> tuple[TimedOp, float]:
-    """The parts that fit best by least squares and are not negative, and their misses as a share of the time; of so few parts every choice can be tried."""
+    """The parts that fit best by least squares and are not negative, and their misses as a share of the
+    time; of so few parts every choice can be tried.
+    """
     axes = list(term.factors)
-    padded, whole = (padded_to(multiple, values) for values in (lengths[axes], sizes[axes]))  # [A, T], [A]
+    # [A, T], [A]
+    padded, whole = (padded_to(multiple, values) for values in (lengths[axes], sizes[axes]))
     share = padded.prod(axis=0) / whole.prod()  # [T]
     ragged = (lengths[axes] % multiple != 0).any(axis=0)
-    columns = np.stack([np.ones_like(share), share, share * ragged, *(padded / whole[:, None])], axis=1)  # [T, 3 + A]
+    columns = np.stack(
+        [np.ones_like(share), share, share * ragged, *(padded / whole[:, None])], axis=1
+    )  # [T, 3 + A]
     best, least = np.zeros(columns.shape[1]), float(times @ times)
     for chosen in _choices(columns.shape[1]):
         parts = np.zeros(columns.shape[1])
@@ -183,9 +234,15 @@ def _fit_op(term: Term, lengths: Ints, sizes: Ints, multiple: int, times: Floats
         if parts.min() >= 0 and left < least:
             best, least = parts, left
     fixed, work, uneven, *widths = best.tolist()
-    return TimedOp(tuple(axes), fixed, work, uneven, tuple(widths)), float(np.abs(columns @ best - times).sum() / times.sum())
+    return TimedOp(tuple(axes), fixed, work, uneven, tuple(widths)), float(
+        np.abs(columns @ best - times).sum() / times.sum()
+    )
 
 
 def _choices(count: int) -> Iterator[list[int]]:
     """All ways to take some of so many things."""
-    return ([i for i, taken in enumerate(which) if taken] for which in product((False, True), repeat=count) if any(which))
+    return (
+        [i for i, taken in enumerate(which) if taken]
+        for which in product((False, True), repeat=count)
+        if any(which)
+    )

@@ -1,4 +1,6 @@
-"""Where a model can run: each runtime turns a model and an example into a call without arguments. To add one, add an entry."""
+"""Where a model can run: each runtime turns a model and an example into a call without arguments. To add
+one, add an entry.
+"""
 
 from __future__ import annotations
 
@@ -42,21 +44,34 @@ def _onnxruntime(model: nn.Module, example: Any, threads: int) -> Run:
     options = library.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3  # errors only
-    session = library.InferenceSession(program.model_proto.SerializeToString(), options, providers=["CPUExecutionProvider"])  # type: ignore[union-attr]
-    inputs = {given.name: tensor.numpy() for given, tensor in zip(session.get_inputs(), tensors_of(example), strict=True)}
+    content = program.model_proto.SerializeToString()  # type: ignore[union-attr]
+    session = library.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+    inputs = {
+        given.name: tensor.numpy()
+        for given, tensor in zip(session.get_inputs(), tensors_of(example), strict=True)
+    }
     return lambda: session.run(None, inputs)
 
 
 def _openvino(model: nn.Module, example: Any, threads: int) -> Run:
     library = importlib.import_module("openvino")
     converted = library.convert_model(exported(model, example))
-    options = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32"}  # it would take bfloat16 by itself
+    options = {
+        "INFERENCE_NUM_THREADS": threads,
+        "PERFORMANCE_HINT": "LATENCY",
+        "INFERENCE_PRECISION_HINT": "f32",
+    }  # it would take bfloat16 by itself
     compiled = library.Core().compile_model(converted, "CPU", options)
     inputs = [tensor.numpy() for tensor in tensors_of(example)]
     return lambda: list(compiled(inputs).values())
 
 
-RUNTIMES: dict[str, Prepare] = {"eager": _eager, "compile": _compile, "onnxruntime": _onnxruntime, "openvino": _openvino}
+RUNTIMES: dict[str, Prepare] = {
+    "eager": _eager,
+    "compile": _compile,
+    "onnxruntime": _onnxruntime,
+    "openvino": _openvino,
+}
 
 
 def check_runtime(name: str) -> None:
@@ -71,10 +86,14 @@ def prepared(runtime: str, model: nn.Module, example: Any, threads: int) -> Run:
             warnings.simplefilter("ignore")  # exporters warn about their own future
             return RUNTIMES[runtime](model, example, threads)
     except ModuleNotFoundError as error:
-        raise FairprunerError(f"{runtime} needs a package that is not installed: pip install {error.name}.") from error
+        raise FairprunerError(
+            f"{runtime} needs a package that is not installed: pip install {error.name}."
+        ) from error
     except Exception as error:  # exporters and compilers fail in many ways
         lines = str(error).strip().splitlines() or [""]
-        raise FairprunerError(f"{runtime} cannot run {type(model).__name__}: {type(error).__name__}: {lines[0]}") from error
+        raise FairprunerError(
+            f"{runtime} cannot run {type(model).__name__}: {type(error).__name__}: {lines[0]}"
+        ) from error
 
 
 def exported(model: nn.Module, example: Any) -> torch.export.ExportedProgram:

@@ -30,7 +30,12 @@ def render(measurement: Measurement) -> Group:
     setting = ", ".join(f"{name} {value}" for name, value in measurement.setting.items())
     parts = [table_of("Measured", ("", *columns), rows, notes=notes)]
     if measurement.timings:
-        heads = ("runtime", "what", "batch", *(("original ms", "pruned ms", "times faster") if compared else ("ms",)))
+        heads = (
+            "runtime",
+            "what",
+            "batch",
+            *(("original ms", "pruned ms", "times faster") if compared else ("ms",)),
+        )
         timed = [(t.runtime, t.what, t.batch_size, *_timing(t, compared)) for t in measurement.timings]
         failed = dict.fromkeys(t.note for t in measurement.timings if t.note)
         parts.append(table_of("Latency: median (quartiles)", heads, timed, notes=[*failed, setting]))

@@ -1,4 +1,6 @@
-"""Wall-clock times of several calls, taken in turn so that a slow moment of the machine falls on all of them."""
+"""Wall-clock times of several calls, taken in turn so that a slow moment of the machine falls on all of
+them.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,11 @@ WARM_UP = 3  # untimed calls at the start: kernels are chosen, memory is taken
 
 
 def interleaved(runs: Sequence[Run], repeats: int, *, clock: Clock = time.perf_counter) -> Floats:
-    """Milliseconds of every run in every round, [R, repeats]; every other round goes backwards, so that none always comes first.
+    """Milliseconds of every run in every round, [R, repeats]; every other round goes backwards, so that
+    none always comes first.
 
-    Each timed call follows an untimed one of the same run, so that caches hold what they hold in steady use.
+    Each timed call follows an untimed one of the same run, so that caches hold what they hold in steady
+    use.
 
     >>> ticks = iter([0.0, 0.001, 0.001, 0.004])
     >>> interleaved([lambda: None, lambda: None], 1, clock=lambda: next(ticks)).tolist()
@@ -40,7 +44,9 @@ def interleaved(runs: Sequence[Run], repeats: int, *, clock: Clock = time.perf_c
 
 
 def settle_memory() -> None:
-    """Free one large block, after which glibc keeps blocks of its size: else some models pay for page faults in every call, as chance has it."""
+    """Free one large block, after which glibc keeps blocks of its size: else some models pay for page
+    faults in every call, as chance has it.
+    """
     torch.empty(LARGE, dtype=torch.uint8)
 
 
@@ -94,7 +100,8 @@ def batched(example: Any, size: int) -> Any:
     torch.Size([3, 5])
     """
     if isinstance(example, torch.Tensor):
-        return torch.cat([example[:1]] * size) if example.ndim else example  # in the example's memory format
+        # in the example's memory format
+        return torch.cat([example[:1]] * size) if example.ndim else example
     if isinstance(example, (tuple, list)):
         return type(example)(batched(part, size) for part in example)
     if hasattr(example, "items"):

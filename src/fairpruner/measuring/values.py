@@ -36,7 +36,9 @@ class Spread:
 
 @dataclass(frozen=True)
 class Quantity:
-    """One number of the model, and of what it is compared with; None where it could not be had, and then `note` says why."""
+    """One number of the model, and of what it is compared with; None where it could not be had, and then
+    `note` says why.
+    """
 
     name: str
     unit: str
@@ -65,11 +67,15 @@ class Timing:
 
     @staticmethod
     def of(runtime: str, what: str, batch_size: int, times: Any) -> Timing:
-        """From milliseconds [1 or 2, repeats]: of the model, and of what it is compared with in the same rounds."""
+        """From milliseconds [1 or 2, repeats]: of the model, and of what it is compared with in the same
+        rounds.
+        """
         model, *against = times
         if not against:
             return Timing(runtime, what, batch_size, Spread.of(model))
-        return Timing(runtime, what, batch_size, Spread.of(model), Spread.of(against[0]), Spread.of(against[0] / model))
+        return Timing(
+            runtime, what, batch_size, Spread.of(model), Spread.of(against[0]), Spread.of(against[0] / model)
+        )
 
 
 @dataclass(frozen=True)
@@ -85,7 +91,9 @@ class Measurement:
         return any(q.against is not None for q in self.quantities)
 
     def numbers(self) -> dict[str, dict[str, float]]:
-        """Numbers by model, as `fp.report` takes them under `measured`; the latency is that of the first timing."""
+        """Numbers by model, as `fp.report` takes them under `measured`; the latency is that of the first
+        timing.
+        """
         sides = {"original": "against", "pruned": "model"} if self.compared else {"model": "model"}
         found: dict[str, dict[str, float]] = {}
         for name, side in sides.items():

@@ -8,14 +8,17 @@ from torch.nn import functional as F
 
 
 class FewerHeadsAttention(nn.MultiheadAttention):
-    """The stock module derives the width of a head from the embedding, so that it cannot lose one; this one keeps the width.
+    """The stock module derives the width of a head from the embedding, so that it cannot lose one; this
+    one keeps the width.
 
     What a cut leaves: projections of `num_heads * head_dim` rows, called and configured as before.
     """
 
     @property
     def _qkv_same_embed_dim(self) -> bool:
-        """False keeps `nn.TransformerEncoderLayer` from handing the weights to its fused kernel, which computes the width itself."""
+        """False keeps `nn.TransformerEncoderLayer` from handing the weights to its fused kernel, which
+        computes the width itself.
+        """
         return False
 
     def forward(
@@ -53,19 +56,34 @@ class FewerHeadsAttention(nn.MultiheadAttention):
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         packed = self.in_proj_weight
-        weights = packed.chunk(3) if packed is not None else (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        weights = (
+            packed.chunk(3)
+            if packed is not None
+            else (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        )
         biases = self.in_proj_bias.chunk(3) if self.in_proj_bias is not None else (None, None, None)
         projected = [F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True)]
         return [x.unflatten(2, (self.num_heads, self.head_dim)).transpose(1, 2) for x in projected]
 
-    def _mask(self, q: Tensor, k: Tensor, mask: Tensor | None, padding: Tensor | None, is_causal: bool) -> Tensor | None:
+    def _mask(
+        self, q: Tensor, k: Tensor, mask: Tensor | None, padding: Tensor | None, is_causal: bool
+    ) -> Tensor | None:
         """All masks as one to be added to the scores, broadcast over [batch, heads, tokens, keys]."""
         if is_causal and mask is None:
             mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
-        if mask is not None and mask.ndim == 3:  # [batch * heads, tokens, keys], for all heads the model once had
+        if (
+            mask is not None and mask.ndim == 3
+        ):  # [batch * heads, tokens, keys], for all heads the model once had
             mask = mask.unflatten(0, (q.shape[0], -1))[:, :1]
         parts = [p for p in (mask, None if padding is None else padding[:, None, None, :]) if p is not None]
-        added = [p.to(q.dtype) if p.is_floating_point() else torch.zeros_like(p, dtype=q.dtype).masked_fill(p, float("-inf")) for p in parts]
+        added = [
+            (
+                p.to(q.dtype)
+                if p.is_floating_point()
+                else torch.zeros_like(p, dtype=q.dtype).masked_fill(p, float("-inf"))
+            )
+            for p in parts
+        ]
         return sum(added[1:], added[0]) if added else None
 
 

@@ -30,7 +30,8 @@ def call_checked(model: nn.Module, example: Any) -> Any:
         raise
     except Exception as error:
         raise FairprunerError(
-            f"The example does not fit the model: {type(model).__name__} called with {describe(example)} raised {type(error).__name__}: {error}"
+            f"The example does not fit the model: {type(model).__name__} called with {describe(example)}"
+            f" raised {type(error).__name__}: {error}"
         ) from error
 
 
@@ -38,7 +39,9 @@ def check_has_numbers(model: nn.Module) -> None:
     """Refuse a model whose tensors are shapes alone."""
     name = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
     if name is not None:
-        raise FairprunerError(f"{type(model).__name__} holds no numbers: {name} is on the meta device. Load its weights first.")
+        raise FairprunerError(
+            f"{type(model).__name__} holds no numbers: {name} is on the meta device. Load its weights first."
+        )
 
 
 def describe(value: Any) -> str:
@@ -53,7 +56,9 @@ def describe(value: Any) -> str:
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor inside an output or an example, in order; objects that are no plain container, such as a cache, are not looked into."""
+    """Every tensor inside an output or an example, in order; objects that are no plain container, such as
+    a cache, are not looked into.
+    """
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -68,9 +73,11 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode inside; afterwards every module's mode, buffers, tensors kept as attributes and the random state are as they were.
+    """Eval mode inside; afterwards every module's mode, buffers, tensors kept as attributes and the
+    random state are as they were.
 
-    The fused kernel of `nn.MultiheadAttention` is off meanwhile: it hides the projections from tracing, counting and signals.
+    The fused kernel of `nn.MultiheadAttention` is off meanwhile: it hides the projections from tracing,
+    counting and signals.
     """
     fastpath = torch.backends.mha.get_fastpath_enabled()
     modes = [(module, module.training) for module in model.modules()]
@@ -80,7 +87,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     with torch.random.fork_rng(devices=sorted(d.index for d in devices if d.index is not None)):
         try:
             torch.backends.mha.set_fastpath_enabled(False)
-            model.train()  # modules that keep derived tensors (a bias table looked up once) drop them when training starts
+            # modules that keep derived tensors (a bias table looked up once) drop them when training
+            # starts
+            model.train()
             model.eval()
             yield
         finally:
@@ -88,7 +97,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             for module, training in modes:
                 module.training = training
             for module, before in attributes:
-                for name in [name for name, value in vars(module).items() if value is not before.get(name) and any(True for _ in tensors_of(value))]:
+                for name in [
+                    name
+                    for name, value in vars(module).items()
+                    if value is not before.get(name) and any(True for _ in tensors_of(value))
+                ]:
                     vars(module).pop(name)
                     vars(module).update({name: before[name]} if name in before else {})
             with torch.no_grad():

@@ -1,7 +1,9 @@
-"""Blocks of routed experts in a model: found by their tensors and attributes, whatever the model is called.
+"""Blocks of routed experts in a model: found by their tensors and attributes, whatever the model is
+called.
 
-Experts are what an attribute called so holds, in one of two forms. *Fused*: a module with parameters [E, …]. *Listed*: an
-`nn.ModuleList` of E modules alike. Beside them lies a router with one row for each expert.
+Experts are what an attribute called so holds, in one of two forms. *Fused*: a module with parameters [E,
+…]. *Listed*: an `nn.ModuleList` of E modules alike. Beside them lies a router with one row for each
+expert.
 """
 
 from __future__ import annotations
@@ -13,13 +15,34 @@ from typing import Any
 
 from torch import Tensor, nn
 
-# What modules and their configurations call the number of experts, how many of them a token uses, and the groups of a router.
-SIZES = ("num_experts", "n_experts", "n_routed_experts", "num_routed_experts", "num_local_experts", "moe_num_experts", "num_total_experts")
+# What modules and their configurations call the number of experts, how many of them a token uses, and the
+# groups of a router.
+SIZES = (
+    "num_experts",
+    "n_experts",
+    "n_routed_experts",
+    "num_routed_experts",
+    "num_local_experts",
+    "moe_num_experts",
+    "num_total_experts",
+)
 TOP_K = (
-    *("num_experts_per_tok", "top_k_experts", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_top_k", "moe_k"),
+    *(
+        "num_experts_per_tok",
+        "top_k_experts",
+        "num_experts_per_token",
+        "experts_per_token",
+        "moe_topk",
+        "moe_top_k",
+        "moe_k",
+    ),
     *("num_activated_experts", "n_activated_experts", "num_active_experts", "num_selected_experts"),
 )
-OWN_TOP_K = ("top_k", "topk", "k")  # of a module alone: in a configuration top_k is a setting of text generation
+OWN_TOP_K = (
+    "top_k",
+    "topk",
+    "k",
+)  # of a module alone: in a configuration top_k is a setting of text generation
 GROUPS = ("num_group", "n_group", "num_expert_group")
 CHOSEN_GROUPS = ("topk_group", "top_k_group")
 FORMS = "nn.ModuleList of modules alike or module with parameters [experts, …]"
@@ -59,14 +82,27 @@ def unsupported_experts(model: nn.Module) -> dict[str, str]:
 
 def expert_lists(model: nn.Module) -> tuple[str, ...]:
     """The paths of the blocks' experts that are modules of a list."""
-    return tuple(block.experts for block in expert_blocks(model) if isinstance(model.get_submodule(block.experts), nn.ModuleList))
+    return tuple(
+        block.experts
+        for block in expert_blocks(model)
+        if isinstance(model.get_submodule(block.experts), nn.ModuleList)
+    )
 
 
 @contextmanager
 def plain_experts(model: nn.Module) -> Iterator[None]:
-    """Inside, transformers models run their experts one by one: the form that can be traced, runs in float64 and is counted right."""
-    configs: list[Any] = [config for module in model.modules() if hasattr(config := getattr(module, "config", None), "_experts_implementation")]
-    before = [(config, config._experts_implementation) for config in {id(config): config for config in configs}.values()]
+    """Inside, transformers models run their experts one by one: the form that can be traced, runs in
+    float64 and is counted right.
+    """
+    configs: list[Any] = [
+        config
+        for module in model.modules()
+        if hasattr(config := getattr(module, "config", None), "_experts_implementation")
+    ]
+    before = [
+        (config, config._experts_implementation)
+        for config in {id(config): config for config in configs}.values()
+    ]
     try:
         for config, _ in before:
             config._experts_implementation = "eager"
@@ -77,7 +113,9 @@ def plain_experts(model: nn.Module) -> Iterator[None]:
 
 
 def _examined(model: nn.Module) -> dict[str, ExpertBlock | str]:
-    """The path of every module that holds routed experts, with the block it is or the reason why it is none."""
+    """The path of every module that holds routed experts, with the block it is or the reason why it is
+    none.
+    """
     modules = dict(model.named_modules())
     found: dict[str, ExpertBlock | str] = {}
     for path, module in modules.items():
@@ -86,14 +124,22 @@ def _examined(model: nn.Module) -> dict[str, ExpertBlock | str]:
             size = _listed(module) or _fused(module)
             router = _router(modules[parent], module, size) if size else None
             if router is not None:
-                found[parent or path] = _block(modules, path, ".".join(part for part in (parent, router) if part), size)
+                found[parent or path] = _block(
+                    modules, path, ".".join(part for part in (parent, router) if part), size
+                )
             elif isinstance(module, (nn.ModuleList, nn.ModuleDict)) and len(module) > 1:
                 found[parent or path] = _why_not(module, size)
     # Whatever else tells a number of experts.
     telling = {place for path, module in modules.items() if (place := _telling(path, module))}
     for path in sorted(telling):
-        if not any(other == path or other.startswith(f"{path}.") or path.startswith(f"{other}.") for other in (*found, *(telling - {path}))):
-            found[path] = f"it tells a number of experts and has no {FORMS} in an attribute named after them, beside a router with a row for each"
+        if not any(
+            other == path or other.startswith(f"{path}.") or path.startswith(f"{other}.")
+            for other in (*found, *(telling - {path}))
+        ):
+            found[path] = (
+                f"it tells a number of experts and has no {FORMS} in an attribute named after them, beside a"
+                " router with a row for each"
+            )
     return found
 
 
@@ -102,12 +148,16 @@ def _why_not(experts: nn.ModuleList | nn.ModuleDict, size: int) -> str:
     if isinstance(experts, nn.ModuleDict):
         return f"its {len(experts)} experts are an nn.ModuleDict, expected {FORMS}"
     return (
-        f"no matrix beside its {size} experts has a row for each" if size else f"its {len(experts)} experts differ in their parameters, expected modules alike"
+        f"no matrix beside its {size} experts has a row for each"
+        if size
+        else f"its {len(experts)} experts differ in their parameters, expected modules alike"
     )
 
 
 def _telling(path: str, module: nn.Module) -> str:
-    """The path of the block that a module with a number of experts belongs to: itself if it holds the router, else what it lies in."""
+    """The path of the block that a module with a number of experts belongs to: itself if it holds the
+    router, else what it lies in.
+    """
     size = next((vars(module)[name] for name in SIZES if type(vars(module).get(name)) is int), 0)
     own = {id(p) for p in module.parameters(recurse=False)}
     routes = [p for p in module.parameters() if is_route(p, size)] if size else []
@@ -138,12 +188,20 @@ def is_route(tensor: Tensor, size: int) -> bool:
 
 
 def _router(block: nn.Module, experts: nn.Module, size: int) -> str | None:
-    """The path below the block of the module that holds a matrix with one row, or one column, for each expert."""
+    """The path below the block of the module that holds a matrix with one row, or one column, for each
+    expert.
+    """
     inside = {id(m) for m in experts.modules()}
     holders = {
-        path: module for path, module in block.named_modules() if id(module) not in inside and any(is_route(p, size) for p in module.parameters(recurse=False))
+        path: module
+        for path, module in block.named_modules()
+        if id(module) not in inside and any(is_route(p, size) for p in module.parameters(recurse=False))
     }
-    named = [path for path in holders if any(word in path.lower() for word in ("router", "gate", "switch")) and "shared" not in path.lower()]
+    named = [
+        path
+        for path in holders
+        if any(word in path.lower() for word in ("router", "gate", "switch")) and "shared" not in path.lower()
+    ]
     return next(reversed(named or list(holders)), None)  # a router of several layers ends with the rows
 
 
@@ -158,8 +216,12 @@ def _block(modules: dict[str, nn.Module], experts: str, router: str, size: int) 
     if size % groups:
         return f"its {size} experts do not divide into {groups} router groups"
     # A group is ranked by its two best experts; the groups that are chosen must hold top_k together.
-    per_group = max(2, -(-(top_k or 1) // (_attribute([*near, *configs], CHOSEN_GROUPS) or 1))) if groups > 1 else 1
-    return ExpertBlock(name or experts, router, experts, size, top_k, groups, min(size, max(top_k or 1, groups * per_group)))
+    per_group = (
+        max(2, -(-(top_k or 1) // (_attribute([*near, *configs], CHOSEN_GROUPS) or 1))) if groups > 1 else 1
+    )
+    return ExpertBlock(
+        name or experts, router, experts, size, top_k, groups, min(size, max(top_k or 1, groups * per_group))
+    )
 
 
 def _upwards(path: str, top: str) -> Iterator[str]:

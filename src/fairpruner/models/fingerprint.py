@@ -8,7 +8,8 @@ from torch import nn
 
 
 def fingerprint(model: nn.Module) -> str:
-    """A short hash of the names and shapes of all parameters and buffers; the weights themselves do not matter.
+    """A short hash of the names and shapes of all parameters and buffers; the weights themselves do not
+    matter.
 
     >>> fingerprint(nn.Linear(3, 2)) == fingerprint(nn.Linear(3, 2))
     True

@@ -22,8 +22,12 @@ def _as_they_are(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def kept_indices(spaces: Iterable[UnitSpace], removed: Mapping[str, Iterable[int]]) -> dict[str, dict[int, Ints]]:
-    """What is left of every tensor that loses something: tensor name -> dim -> the indices that stay, in order."""
+def kept_indices(
+    spaces: Iterable[UnitSpace], removed: Mapping[str, Iterable[int]]
+) -> dict[str, dict[int, Ints]]:
+    """What is left of every tensor that loses something: tensor name -> dim -> the indices that stay, in
+    order.
+    """
     gone: dict[tuple[str, int], list[np.ndarray]] = {}
     for space in spaces:
         units = _units(space, removed)
@@ -35,8 +39,16 @@ def kept_indices(spaces: Iterable[UnitSpace], removed: Mapping[str, Iterable[int
     return keep
 
 
-def cut_units(model: nn.Module, spaces: Iterable[UnitSpace], removed: Mapping[str, Iterable[int]], *, weights: Change = _as_they_are) -> nn.Module:
-    """`cut` for any units of any spaces; `weights` may give the model other tensors first, of which those that lose nothing are not copied."""
+def cut_units(
+    model: nn.Module,
+    spaces: Iterable[UnitSpace],
+    removed: Mapping[str, Iterable[int]],
+    *,
+    weights: Change = _as_they_are,
+) -> nn.Module:
+    """`cut` for any units of any spaces; `weights` may give the model other tensors first, of which those
+    that lose nothing are not copied.
+    """
     keep = kept_indices(spaces, removed)
     counts: dict[tuple[str, str], list[np.ndarray]] = {}
     for space in spaces:
@@ -63,13 +75,20 @@ def cut_units(model: nn.Module, spaces: Iterable[UnitSpace], removed: Mapping[st
     return small
 
 
-def mask_units(model: nn.Module, spaces: Iterable[UnitSpace], removed: Mapping[str, Iterable[int]], *, weights: Change = _as_they_are) -> nn.Module:
+def mask_units(
+    model: nn.Module,
+    spaces: Iterable[UnitSpace],
+    removed: Mapping[str, Iterable[int]],
+    *,
+    weights: Change = _as_they_are,
+) -> nn.Module:
     """`mask` for any units of any spaces, `weights` as for `cut_units`.
 
-    Zero on the read side, since a bias or a norm would bring a zeroed filter back; an expert's logit becomes -inf, since a
-    zeroed expert would still take tokens from the others.
+    Zero on the read side, since a bias or a norm would bring a zeroed filter back; an expert's logit
+    becomes -inf, since a zeroed expert would still take tokens from the others.
     """
-    quiet: dict[str, list[tuple[Slice, torch.Tensor]]] = {}  # tensor -> slices, and true where a unit goes
+    # tensor -> slices, and true where a unit goes
+    quiet: dict[str, list[tuple[Slice, torch.Tensor]]] = {}
     for space in spaces:
         units = _units(space, removed)
         for part in (*space.slices_of("read"), *space.slices_of("route")) if units.size else ():
@@ -78,7 +97,11 @@ def mask_units(model: nn.Module, spaces: Iterable[UnitSpace], removed: Mapping[s
     def change(name: str, tensor: torch.Tensor) -> torch.Tensor:
         tensor = weights(name, tensor)
         for part, gone in quiet.get(name, ()):
-            tensor = close(part, tensor, gone) if part.role == "route" else tensor.index_fill(part.dim, gone.nonzero().squeeze(1).to(tensor.device), 0)
+            tensor = (
+                close(part, tensor, gone)
+                if part.role == "route"
+                else tensor.index_fill(part.dim, gone.nonzero().squeeze(1).to(tensor.device), 0)
+            )
         return tensor
 
     return copy_with(model, change)
@@ -89,15 +112,23 @@ def _units(space: UnitSpace, removed: Mapping[str, Iterable[int]]) -> Ints:
 
 
 def copy_with(model: nn.Module, change: Change) -> nn.Module:
-    """A deep copy whose tensors are changed on the way, so that the unchanged full-size copy never exists."""
+    """A deep copy whose tensors are changed on the way, so that the unchanged full-size copy never
+    exists.
+    """
     memo: dict[int, object] = {}
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             fresh = change(name, tensor.detach())
             fresh = fresh.clone() if fresh.data_ptr() == tensor.data_ptr() else fresh.contiguous()
-            memo[id(tensor)] = nn.Parameter(fresh, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fresh
+            memo[id(tensor)] = (
+                nn.Parameter(fresh, requires_grad=tensor.requires_grad)
+                if isinstance(tensor, nn.Parameter)
+                else fresh
+            )
     for module in model.modules():
-        for kept in tensors_of(list(vars(module).values())):  # as a loss that a block keeps from its last call: deepcopy refuses what has a history
+        for kept in tensors_of(
+            list(vars(module).values())
+        ):  # as a loss that a block keeps from its last call: deepcopy refuses what has a history
             if kept.grad_fn is not None:
                 memo[id(kept)] = kept.detach().clone()
     fresh_model = copy.deepcopy(model, memo)
@@ -108,8 +139,9 @@ def copy_with(model: nn.Module, change: Change) -> nn.Module:
     return fresh_model
 
 
-# Which attribute tells the length of which side of the module's weight. A transposed convolution has its sides the other
-# way round, a grouped one tells `in` per group; `first` and `second` are dimensions of a matrix, whatever they mean.
+# Which attribute tells the length of which side of the module's weight. A transposed convolution has its
+# sides the other way round, a grouped one tells `in` per group; `first` and `second` are dimensions of a
+# matrix, whatever they mean.
 ATTRIBUTES: dict[str, str] = {
     "out_channels": "out",
     "out_features": "out",
@@ -150,5 +182,7 @@ def _sizes(module: nn.Module) -> dict[str, int]:
         return {"all": weight.shape[0]}
     first, second = weight.shape[:2]
     groups = getattr(module, "groups", 1)
-    inner, outer = (first, second * groups) if getattr(module, "transposed", False) else (second * groups, first)
+    inner, outer = (
+        (first, second * groups) if getattr(module, "transposed", False) else (second * groups, first)
+    )
     return {"in": inner, "out": outer, "first": first, "second": second}

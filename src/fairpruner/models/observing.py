@@ -1,7 +1,9 @@
-"""Seeing what consumers read: the input tensors of the weights that read a space's units, without hooks on the model.
+"""Seeing what consumers read: the input tensors of the weights that read a space's units, without hooks
+on the model.
 
-A torch-function mode recognises calls (module or functional alike) whose weight is a watched parameter. Only a
-weight that no such call shows, for example one computed by a parametrization, is watched by a hook on its module.
+A torch-function mode recognises calls (module or functional alike) whose weight is a watched parameter.
+Only a weight that no such call shows, for example one computed by a parametrization, is watched by a hook
+on its module.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ def consumed(rows: Tensor, weight: Tensor) -> Tensor:
 
 
 class Reader(NamedTuple):
-    """Where a torch function has its input and its weight, the input's channel axis, and the weight's dim that reads it."""
+    """Where a torch function has its input and its weight, the input's channel axis, and the weight's dim
+    that reads it.
+    """
 
     source: tuple[int, str]
     weight: tuple[int, str]
@@ -54,7 +58,10 @@ _ADDMM = Reader((1, "mat1"), (2, "mat2"), -1, 0)
 READERS: dict[Callable[..., Any], Reader] = {
     F.linear: Reader(*_FIRST_TWO, axis=-1, dim=1),
     **{f: Reader(*_FIRST_TWO, axis=1, dim=1) for f in (F.conv1d, F.conv2d, F.conv3d)},
-    **{f: Reader(*_FIRST_TWO, axis=1, dim=0) for f in (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)},
+    **{
+        f: Reader(*_FIRST_TWO, axis=1, dim=0)
+        for f in (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+    },
     torch.matmul: _MATMUL,
     torch.Tensor.matmul: _MATMUL,
     torch.mm: _MM,
@@ -72,8 +79,12 @@ class Read:
     space: UnitSpace
     part: Slice
     weight: nn.Parameter
-    expert: tuple[str, int] | None = None  # the list of experts that all hold a part of the space, and the one whose weight this is
-    _tables: dict[int, Tensor | None] = field(default_factory=dict)  # channels -> positions of each unit, None where they lie in order
+    expert: tuple[str, int] | None = (
+        None  # the list of experts that all hold a part of the space, and the one whose weight this is
+    )
+    _tables: dict[int, Tensor | None] = field(
+        default_factory=dict
+    )  # channels -> positions of each unit, None where they lie in order
 
     def fits(self, channels: int) -> bool:
         return channels % self.part.owner.size == 0
@@ -89,25 +100,38 @@ class Read:
         if source.shape[0] % samples:
             raise Unseen(
                 self.space.name,
-                f"Space {self.space.name!r}: {self.part.tensor} reads {list(source.shape)}, whose dim 0 is no multiple of the {samples} samples of the batch. Leave it out with skip={self.space.name!r}.",
+                f"Space {self.space.name!r}: {self.part.tensor} reads {list(source.shape)}, whose dim 0 is no"
+                f" multiple of the {samples} samples of the batch. Leave it out with"
+                f" skip={self.space.name!r}.",
             )
         channels = source.shape[axis]
-        # What a model folds into dim 0 (windows, tokens) are features of the sample it came from: [N, C, positions].
-        flat = source.view(samples, -1, *source.shape[1:]).movedim(axis if axis < 0 else axis + 1, 1).flatten(2)
+        # What a model folds into dim 0 (windows, tokens) are features of the sample it came from: [N, C,
+        # positions].
+        flat = (
+            source.view(samples, -1, *source.shape[1:]).movedim(axis if axis < 0 else axis + 1, 1).flatten(2)
+        )
         if channels not in self._tables:
             self._tables[channels] = _table(self.owner(channels), self.space.size)
         table = self._tables[channels]
         if table is not None:
-            if int(table.max()) == channels:  # this position stands for "none": a feature that is zero in every sample
+            if (
+                int(table.max()) == channels
+            ):  # this position stands for "none": a feature that is zero in every sample
                 flat = F.pad(flat, (0, 0, 0, 1))
             flat = flat.index_select(1, table.to(flat.device))
         return flat.reshape(samples, self.space.size, -1)
 
 
 def _table(owner: Ints, size: int) -> Tensor | None:
-    """Channel positions of unit 0, then of unit 1, …, all padded to one length; None where that is the order already."""
+    """Channel positions of unit 0, then of unit 1, …, all padded to one length; None where that is the
+    order already.
+    """
     positions = positions_of(owner, size).reshape(-1)
-    return None if np.array_equal(positions, np.arange(owner.size)) else torch.from_numpy(np.where(positions < 0, owner.size, positions))
+    return (
+        None
+        if np.array_equal(positions, np.arange(owner.size))
+        else torch.from_numpy(np.where(positions < 0, owner.size, positions))
+    )
 
 
 def positions_of(owner: Ints, size: int) -> Ints:
@@ -133,7 +157,13 @@ class _Watch(TorchFunctionMode):
         for read in reads:
             self._reads.setdefault(id(read.weight), []).append(read)
 
-    def __torch_function__(self, function: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         kwargs = dict(kwargs or {})
         reader = READERS.get(function)
         if reader is None:
@@ -141,7 +171,9 @@ class _Watch(TorchFunctionMode):
         weight, source = _argument(args, kwargs, reader.weight), _argument(args, kwargs, reader.source)
         if isinstance(weight, Tensor) and isinstance(source, Tensor):
             base = weight if weight._base is None else weight._base
-            turned = weight.ndim == base.ndim and weight.ndim > 1 and weight.stride() != base.stride()  # a transposed view reads along the other dim
+            turned = (
+                weight.ndim == base.ndim and weight.ndim > 1 and weight.stride() != base.stride()
+            )  # a transposed view reads along the other dim
             dim = 2 * weight.ndim - 3 - reader.dim if turned else reader.dim
             for read in self._reads.get(id(base), ()):
                 if read.part.dim == dim and read.fits(source.shape[reader.axis]):
@@ -155,7 +187,9 @@ def _argument(args: Sequence[Any], kwargs: Mapping[str, Any], where: tuple[int, 
     return args[position] if len(args) > position else kwargs.get(name)
 
 
-def _replaced(args: Sequence[Any], kwargs: dict[str, Any], where: tuple[int, str], value: Any) -> tuple[Sequence[Any], dict[str, Any]]:
+def _replaced(
+    args: Sequence[Any], kwargs: dict[str, Any], where: tuple[int, str], value: Any
+) -> tuple[Sequence[Any], dict[str, Any]]:
     position, name = where
     if len(args) > position:
         return (*args[:position], value, *args[position + 1 :]), kwargs
@@ -164,7 +198,9 @@ def _replaced(args: Sequence[Any], kwargs: dict[str, Any], where: tuple[int, str
 
 @contextmanager
 def watching(reads: Iterable[Read], visit: Visit, hooked: Mapping[Read, nn.Module]) -> Iterator[None]:
-    """Inside, every forward shows `visit` what the weights read; reads in `hooked` are seen at the door of that module."""
+    """Inside, every forward shows `visit` what the weights read; reads in `hooked` are seen at the door
+    of that module.
+    """
     with ExitStack() as stack:
         for read, module in hooked.items():
             hook = module.register_forward_pre_hook(_hook(read, visit))
@@ -186,8 +222,12 @@ def _hook(read: Read, visit: Visit) -> Callable[[nn.Module, tuple[Any, ...]], An
     return enter
 
 
-def reads_of(model: nn.Module, spaces: Iterable[UnitSpace], *, observed_only: bool, lists: Collection[str] = ()) -> tuple[Read, ...]:
-    """What reads the units of each space: all of it, or only what signals look at; `lists` are the paths of lists of experts."""
+def reads_of(
+    model: nn.Module, spaces: Iterable[UnitSpace], *, observed_only: bool, lists: Collection[str] = ()
+) -> tuple[Read, ...]:
+    """What reads the units of each space: all of it, or only what signals look at; `lists` are the paths
+    of lists of experts.
+    """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     found = []
     for space in spaces:
@@ -199,26 +239,45 @@ def reads_of(model: nn.Module, spaces: Iterable[UnitSpace], *, observed_only: bo
 
 def observed_parts(space: UnitSpace, lists: Collection[str] = ()) -> tuple[Slice, ...]:
     """What signals look at: the last that reads all units, or in a list of experts the last of each."""
-    complete = {expert: part for part, expert in _experts(space, lists).items() if np.unique(part.owner[part.owner >= 0]).size == space.size}
+    complete = {
+        expert: part
+        for part, expert in _experts(space, lists).items()
+        if np.unique(part.owner[part.owner >= 0]).size == space.size
+    }
     return tuple(complete.values()) or (space.observed,)
 
 
 def _experts(space: UnitSpace, lists: Collection[str]) -> dict[Slice, tuple[str, int]]:
-    """For a space that lies inside all experts of a list: the list and the number of the expert that each consumer belongs to."""
+    """For a space that lies inside all experts of a list: the list and the number of the expert that each
+    consumer belongs to.
+    """
     parts = space.slices_of("read")
     found = {
-        part: (path, int(part.tensor.removeprefix(f"{path}.").partition(".")[0])) for part in parts for path in lists if part.tensor.startswith(f"{path}.")
+        part: (path, int(part.tensor.removeprefix(f"{path}.").partition(".")[0]))
+        for part in parts
+        for path in lists
+        if part.tensor.startswith(f"{path}.")
     }
     return found if len(found) == len(parts) and len(set(found.values())) > 1 else {}
 
 
 def find_hooks(model: nn.Module, reads: Sequence[Read], run: Callable[[], Any]) -> dict[Read, nn.Module]:
-    """The reads that only a hook can see, found by calling `run`, which runs the model; an error where not even that can."""
+    """The reads that only a hook can see, found by calling `run`, which runs the model; an error where
+    not even that can.
+    """
     unseen = _unseen(reads, {}, run)
     reached = {read.space for read in reads if read not in unseen}
-    idle = [read for read in unseen if read.expert and read.space in reached]  # an expert that this sample does not use
+    idle = [
+        read for read in unseen if read.expert and read.space in reached
+    ]  # an expert that this sample does not use
     unseen = [read for read in unseen if read not in idle]
-    stacks = [read for read in unseen if read.weight.ndim == 3 and read.part.dim > 0 and not isinstance(_holder(model, read), nn.modules.conv._ConvNd)]
+    stacks = [
+        read
+        for read in unseen
+        if read.weight.ndim == 3
+        and read.part.dim > 0
+        and not isinstance(_holder(model, read), nn.modules.conv._ConvNd)
+    ]
     hooked = {read: _holder(model, read) for read in unseen}
     # The door of a module that holds stacked matrices does not show what the last of them read.
     blind = stacks or ([read for read in _unseen(reads, hooked, run) if read not in idle] if hooked else [])
@@ -226,7 +285,9 @@ def find_hooks(model: nn.Module, reads: Sequence[Read], run: Callable[[], Any]) 
         read = blind[0]
         raise Unseen(
             read.space.name,
-            f"Space {read.space.name!r} cannot be observed: no call was seen in which {read.part.tensor} reads its {read.space.size} units. Leave it out with skip={read.space.name!r} in discover, or score it by its weights, as removal='l2' does.",
+            f"Space {read.space.name!r} cannot be observed: no call was seen in which {read.part.tensor}"
+            f" reads its {read.space.size} units. Leave it out with skip={read.space.name!r} in discover, or"
+            " score it by its weights, as removal='l2' does.",
         )
     return hooked
 
@@ -245,7 +306,9 @@ def _unseen(reads: Sequence[Read], hooked: Mapping[Read, nn.Module], run: Callab
 
 def _holder(model: nn.Module, read: Read) -> nn.Module:
     tensor = read.part.tensor
-    return model.get_submodule(tensor.split(".parametrizations.")[0] if ".parametrizations." in tensor else tensor.rpartition(".")[0])
+    return model.get_submodule(
+        tensor.split(".parametrizations.")[0] if ".parametrizations." in tensor else tensor.rpartition(".")[0]
+    )
 
 
 class LastInput(TorchFunctionMode):
@@ -255,17 +318,26 @@ class LastInput(TorchFunctionMode):
         super().__init__()
         self._last: tuple[Tensor, int] | None = None
 
-    def __torch_function__(self, function: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         reader = READERS.get(function)
         if reader is not None:
             self._last = (_argument(args, kwargs or {}, reader.source), reader.axis)
         return function(*args, **(kwargs or {}))
 
     def features(self, samples: int, real: Tensor | None = None) -> Tensor:
-        """The penultimate features of each sample, averaged over positions, of texts over the `real` tokens [N, T]: [N, C]."""
+        """The penultimate features of each sample, averaged over positions, of texts over the `real`
+        tokens [N, T]: [N, C].
+        """
         if self._last is None or self._last[0].shape[0] != samples:
             raise FairprunerError(
-                "The model has no last linear call that reads one row of features for each sample, so its classes cannot be grouped. Leave out groups=."
+                "The model has no last linear call that reads one row of features for each sample, so its"
+                " classes cannot be grouped. Leave out groups=."
             )
         source, axis = self._last
         if real is not None and source.shape[:-1] == real.shape:

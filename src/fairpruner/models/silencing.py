@@ -14,7 +14,19 @@ from torch.nn import functional as F
 from fairpruner.core.spaces import Slice, UnitSpace
 
 # Where rows meet an input, the last dimension of the result is the logits.
-PRODUCTS = frozenset([F.linear, torch.einsum, torch.matmul, torch.mm, torch.addmm, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, Tensor.mm])
+PRODUCTS = frozenset(
+    [
+        F.linear,
+        torch.einsum,
+        torch.matmul,
+        torch.mm,
+        torch.addmm,
+        Tensor.matmul,
+        Tensor.__matmul__,
+        Tensor.__rmatmul__,
+        Tensor.mm,
+    ]
+)
 
 
 class SilencedRows(Tensor):
@@ -40,7 +52,9 @@ class SilencedRows(Tensor):
 
 
 def silence(weight: Tensor, rows: Tensor) -> SilencedRows:
-    """A router's weight, [E, width] or [width, E], with some rows, [E], silenced besides those that were before."""
+    """A router's weight, [E, width] or [width, E], with some rows, [E], silenced besides those that were
+    before.
+    """
     return _silenced(weight, rows | weight.silenced if isinstance(weight, SilencedRows) else rows)
 
 

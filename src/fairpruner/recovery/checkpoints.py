@@ -31,9 +31,18 @@ def save_checkpoint(checkpoint: Checkpoint, folder: Path, settings: Json) -> Non
     """Put a checkpoint in the place of the one before; whoever dies meanwhile leaves that one."""
     for remains in folder.glob(f".{FILE}.*"):  # of a run that was killed while it wrote
         remains.unlink(missing_ok=True)
-    flat = {f"{group}/{name}": tensor.detach().cpu().contiguous() for group, tensors in checkpoint.tensors.items() for name, tensor in tensors.items()}
+    flat = {
+        f"{group}/{name}": tensor.detach().cpu().contiguous()
+        for group, tensors in checkpoint.tensors.items()
+        for name, tensor in tensors.items()
+    }
     with written_whole(folder / FILE) as temporary:
-        write_tensors(temporary, "checkpoint", {"settings": settings, "groups": list(checkpoint.tensors), "content": checkpoint.content}, flat)
+        write_tensors(
+            temporary,
+            "checkpoint",
+            {"settings": settings, "groups": list(checkpoint.tensors), "content": checkpoint.content},
+            flat,
+        )
 
 
 def load_checkpoint(folder: Path, settings: Json) -> Checkpoint | None:
@@ -45,7 +54,10 @@ def load_checkpoint(folder: Path, settings: Json) -> Checkpoint | None:
     for name, now in settings.items():
         then = file["settings"].get(name)
         if then != now:
-            raise FairprunerError(f"{path} belongs to another run: its {name} is {then}, this run's is {now}. Give what that run was given, or another folder.")
+            raise FairprunerError(
+                f"{path} belongs to another run: its {name} is {then}, this run's is {now}. Give what that"
+                " run was given, or another folder."
+            )
     groups: dict[str, dict[str, Tensor]] = {group: {} for group in file["groups"]}
     for key, tensor in flat.items():
         group, _, name = key.partition("/")
@@ -83,13 +95,16 @@ def optimizer_state(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, 
                 plain[f"{position}/{name}"] = value
             else:
                 raise FairprunerError(
-                    f"{type(optimizer).__name__} keeps a {type(value).__name__} as {name!r}, which no checkpoint can hold without pickle: choose another optimizer, or no folder."
+                    f"{type(optimizer).__name__} keeps a {type(value).__name__} as {name!r}, which no"
+                    " checkpoint can hold without pickle: choose another optimizer, or no folder."
                 )
     return tensors, plain
 
 
 def restore_optimizer(optimizer: Optimizer, tensors: Tensors, plain: Mapping[str, Any]) -> None:
-    """Give an optimizer the memory that `optimizer_state` told; step counters stay where it keeps them, on the CPU or beside the parameter."""
+    """Give an optimizer the memory that `optimizer_state` told; step counters stay where it keeps them,
+    on the CPU or beside the parameter.
+    """
     parameters = list(_parameters(optimizer))
     for key, value in (*tensors.items(), *plain.items()):
         position, _, name = key.partition("/")

@@ -32,11 +32,15 @@ READING, COMPUTING = 0, 1  # streams of random numbers; the processes compute wi
 
 
 def reseed(device: torch.device, *numbers: int) -> None:
-    """Start the random numbers of torch, numpy and Python at a place of their own, so that no state of theirs has to be saved."""
+    """Start the random numbers of torch, numpy and Python at a place of their own, so that no state of
+    theirs has to be saved.
+    """
     seed = _mixed(*numbers)
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002 (the state that a dataset may use)
-    # torch.manual_seed also tells every kind of device, which takes a millisecond and is for nothing on the CPU.
+    # torch.manual_seed also tells every kind of device, which takes a millisecond and is for nothing on
+    # the
+    # CPU.
     (torch.default_generator.manual_seed if device.type == "cpu" else torch.manual_seed)(seed)
 
 
@@ -57,15 +61,23 @@ def own_randomness(device: torch.device) -> Iterator[None]:
 
 
 def deal(data: Iterable[Any], rank: int, processes: int, *, even: bool) -> Iterable[Any]:
-    """Every `processes`-th batch of the data; `even` gives all processes equally many, as training needs it."""
+    """Every `processes`-th batch of the data; `even` gives all processes equally many, as training needs
+    it.
+    """
     if processes == 1:
         return data
-    if isinstance(data, DataLoader) and not isinstance(data.dataset, IterableDataset) and hasattr(data.batch_sampler, "batch_size"):
+    if (
+        isinstance(data, DataLoader)
+        and not isinstance(data.dataset, IterableDataset)
+        and hasattr(data.batch_sampler, "batch_size")
+    ):
         if isinstance(data.sampler, DistributedSampler):
             return data
         # Dealt before it is read: no process loads what another will use.
         sampler = BatchSamplerShard(data.batch_sampler, processes, rank, even_batches=even)
-        return DataLoader(data.dataset, batch_sampler=sampler, **{name: getattr(data, name) for name in CARRIED})
+        return DataLoader(
+            data.dataset, batch_sampler=sampler, **{name: getattr(data, name) for name in CARRIED}
+        )
     return _Dealt(data, rank, processes, even)
 
 
@@ -73,7 +85,12 @@ class _Dealt:
     """Any other iterable: read whole by all, used in turn."""
 
     def __init__(self, data: Iterable[Any], rank: int, processes: int, even: bool) -> None:
-        self._data, self._rank, self._processes, self._needed = data, rank, processes, processes if even else rank + 1
+        self._data, self._rank, self._processes, self._needed = (
+            data,
+            rank,
+            processes,
+            processes if even else rank + 1,
+        )
 
     def __iter__(self) -> Iterator[Any]:
         batches = iter(self._data)
@@ -92,10 +109,13 @@ def steps_of(data: Iterable[Any]) -> int | None:
         return None
 
 
-def epoch_batches(data: Iterable[Any], device: torch.device, seed: int, epoch: int, start: int) -> Iterator[Batch]:
+def epoch_batches(
+    data: Iterable[Any], device: torch.device, seed: int, epoch: int, start: int
+) -> Iterator[Batch]:
     """The batches of an epoch from position `start` on.
 
-    The earlier ones are read too: the order, and augmentation in worker processes, then come out as they would have.
+    The earlier ones are read too: the order, and augmentation in worker processes, then come out as they
+    would have.
     """
     for source in _sources(data):
         generator = getattr(source, "generator", None)
@@ -110,7 +130,8 @@ def epoch_batches(data: Iterable[Any], device: torch.device, seed: int, epoch: i
         if batch is None:
             if position < start:
                 raise FairprunerError(
-                    f"The training data ended after {position} batches, and the checkpoint was made after {start}: give the data of that run."
+                    f"The training data ended after {position} batches, and the checkpoint was made after"
+                    f" {start}: give the data of that run."
                 )
             return
         if position >= start:

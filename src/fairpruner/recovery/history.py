@@ -10,7 +10,9 @@ from fairpruner.inputs.batches import Batch, logits_of
 
 @dataclass(frozen=True)
 class Epoch:
-    """One epoch's numbers; an accuracy is None where the outputs are no class logits, a validation number where nothing was validated."""
+    """One epoch's numbers; an accuracy is None where the outputs are no class logits, a validation number
+    where nothing was validated.
+    """
 
     number: int  # from 1
     learning_rate: float  # of its last step
@@ -21,10 +23,15 @@ class Epoch:
     seconds: float
 
     def better_than(self, other: Epoch | None) -> bool:
-        """By validation accuracy, then by validation loss; without validation the later epoch is the better one."""
+        """By validation accuracy, then by validation loss; without validation the later epoch is the
+        better one.
+        """
         if other is None or self.validation_loss is None or other.validation_loss is None:
             return True
-        return (self.validation_accuracy or 0.0, -self.validation_loss) > (other.validation_accuracy or 0.0, -other.validation_loss)
+        return (self.validation_accuracy or 0.0, -self.validation_loss) > (
+            other.validation_accuracy or 0.0,
+            -other.validation_loss,
+        )
 
 
 @dataclass
@@ -42,7 +49,12 @@ class Tally:
         self.samples += batch.size
         self.loss += loss * batch.size
         logits, labels = logits_of(output), batch.labels
-        if logits is not None and logits.ndim == 2 and labels.shape == logits.shape[:1] and not labels.is_floating_point():
+        if (
+            logits is not None
+            and logits.ndim == 2
+            and labels.shape == logits.shape[:1]
+            and not labels.is_floating_point()
+        ):
             self.classified += batch.size
             self.correct += int((logits.argmax(1) == labels).sum())
 

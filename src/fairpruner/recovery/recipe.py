@@ -17,11 +17,17 @@ from fairpruner.inputs.batches import Batch, Loss, forward, logits_of, mean_loss
 from fairpruner.models.calling import describe
 
 MakeOptimizer = Callable[[list[nn.Parameter], "Recipe"], Optimizer]
-Schedule = Callable[[float], float]  # share of the training that is done, in [0, 1) -> factor of the learning rate
+Schedule = Callable[
+    [float], float
+]  # share of the training that is done, in [0, 1) -> factor of the learning rate
 
 OPTIMIZERS: dict[str, MakeOptimizer] = {
-    "sgd": lambda parameters, recipe: torch.optim.SGD(parameters, recipe.learning_rate, momentum=0.9, weight_decay=recipe.weight_decay),
-    "adamw": lambda parameters, recipe: torch.optim.AdamW(parameters, recipe.learning_rate, weight_decay=recipe.weight_decay),
+    "sgd": lambda parameters, recipe: torch.optim.SGD(
+        parameters, recipe.learning_rate, momentum=0.9, weight_decay=recipe.weight_decay
+    ),
+    "adamw": lambda parameters, recipe: torch.optim.AdamW(
+        parameters, recipe.learning_rate, weight_decay=recipe.weight_decay
+    ),
 }
 SCHEDULES: dict[str, Schedule] = {
     "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2,
@@ -32,10 +38,11 @@ SCHEDULES: dict[str, Schedule] = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """The settings of `recover`; those of the paper's fine-tuning unless told otherwise (its batch of 256 is the loader's).
+    """The settings of `recover`; those of the paper's fine-tuning unless told otherwise (its batch of 256
+    is the loader's).
 
-    `optimizer` and `schedule` are names or functions: (parameters, recipe) -> optimizer, and share of the training
-    done -> factor of the learning rate. `loss(output, label)` is cross-entropy by default.
+    `optimizer` and `schedule` are names or functions: (parameters, recipe) -> optimizer, and share of the
+    training done -> factor of the learning rate. `loss(output, label)` is cross-entropy by default.
 
     >>> Recipe(optimizer="adamw", learning_rate=1e-3, ema=0.99).schedule
     'cosine'
@@ -47,14 +54,20 @@ class Recipe:
     schedule: str | Schedule = "cosine"
     loss: Loss | None = None
     label_smoothing: float = 0.0
-    ema: float = 0.0  # decay of the running average of the weights, which is then what is judged and kept; 0 is off
+    ema: float = (
+        # decay of the running average of the weights, which is then what is judged and kept; 0 is off
+        0.0
+    )
     distillation: float = 0.5  # weight of the teacher's term, where there is a teacher
     temperature: float = 4.0  # of the teacher's term
     seed: int = 0
     checkpoint_every: int = 500  # steps
 
     def __post_init__(self) -> None:
-        for what, value, table in (("optimizer", self.optimizer, OPTIMIZERS), ("schedule", self.schedule, SCHEDULES)):
+        for what, value, table in (
+            ("optimizer", self.optimizer, OPTIMIZERS),
+            ("schedule", self.schedule, SCHEDULES),
+        ):
             if not callable(value) and value not in table:
                 raise unknown(what, value, table)
         for name, (fits, expected) in RANGES.items():
@@ -62,16 +75,22 @@ class Recipe:
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not fits(value):
                 raise FairprunerError(f"Recipe {name}={value!r}, expected {expected}.")
         if self.loss is not None and self.label_smoothing:
-            raise FairprunerError(f"Recipe label_smoothing={self.label_smoothing:g} smooths cross-entropy, and loss= replaces it: give one of the two.")
+            raise FairprunerError(
+                f"Recipe label_smoothing={self.label_smoothing:g} smooths cross-entropy, and loss= replaces"
+                " it: give one of the two."
+            )
 
     def make_optimizer(self, model: nn.Module) -> Optimizer:
         """An optimizer for all that is not frozen."""
         parameters = [p for p in model.parameters() if p.requires_grad]
         if not parameters:
             raise FairprunerError(
-                f"There is nothing to train in {type(model).__name__}: all {len(list(model.parameters()))} parameters are frozen. Call requires_grad_() on it."
+                f"There is nothing to train in {type(model).__name__}: all {len(list(model.parameters()))}"
+                " parameters are frozen. Call requires_grad_() on it."
             )
-        return (OPTIMIZERS[self.optimizer] if isinstance(self.optimizer, str) else self.optimizer)(parameters, self)
+        return (OPTIMIZERS[self.optimizer] if isinstance(self.optimizer, str) else self.optimizer)(
+            parameters, self
+        )
 
     def factor(self, done: float) -> float:
         """What the learning rate is multiplied with when this share of the training is done."""
@@ -79,8 +98,15 @@ class Recipe:
 
     def settings(self) -> dict[str, Any]:
         """All that the result depends on, as JSON values; a function goes by its name."""
-        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "checkpoint_every"}
-        return {name: getattr(value, "__qualname__", type(value).__qualname__) if callable(value) else value for name, value in values.items()}
+        values = {
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if field.name != "checkpoint_every"
+        }
+        return {
+            name: getattr(value, "__qualname__", type(value).__qualname__) if callable(value) else value
+            for name, value in values.items()
+        }
 
 
 # field -> (whether a number fits, what was expected)
@@ -97,33 +123,49 @@ RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
 
 
 def training_loss(recipe: Recipe, output: Any, batch: Batch, teacher: nn.Module | None) -> Tensor:
-    """The number to minimise: (1 - d)·((1 - s)·loss + s·uniform) + d·T²·KL(teacher ‖ model), s the label smoothing and d the distillation."""
+    """The number to minimise: (1 - d)·((1 - s)·loss + s·uniform) + d·T²·KL(teacher ‖ model), s the label
+    smoothing and d the distillation.
+    """
     loss = mean_loss(recipe.loss, output, batch)
     if recipe.label_smoothing:
         # Cross-entropy against the uniform distribution: with it, this is torch's own label smoothing.
         uniform = -F.log_softmax(_logits("model", output), dim=-1).mean()
         loss = (1 - recipe.label_smoothing) * loss + recipe.label_smoothing * uniform
     if teacher is not None and recipe.distillation:
-        loss = (1 - recipe.distillation) * loss + recipe.distillation * _distillation(recipe.temperature, output, batch, teacher)
+        loss = (1 - recipe.distillation) * loss + recipe.distillation * _distillation(
+            recipe.temperature, output, batch, teacher
+        )
     return loss
 
 
 def _distillation(temperature: float, output: Any, batch: Batch, teacher: nn.Module) -> Tensor:
-    """Hinton's term, averaged over all predictions of a batch; T² keeps its gradient as large as that of the labels."""
+    """Hinton's term, averaged over all predictions of a batch; T² keeps its gradient as large as that of
+    the labels.
+    """
     with torch.no_grad():
         wanted = _logits("teacher", forward(teacher, batch))  # [..., C]
     given = _logits("model", output)
     if wanted.shape != given.shape:
-        raise FairprunerError(f"The teacher gives logits of shape {list(wanted.shape)}, the model of {list(given.shape)}: give the model that was pruned.")
-    softened, target = (F.log_softmax(logits.float() / temperature, dim=-1).flatten(0, -2) for logits in (given, wanted))  # [N, C]
+        raise FairprunerError(
+            f"The teacher gives logits of shape {list(wanted.shape)}, the model of {list(given.shape)}: give"
+            " the model that was pruned."
+        )
+    softened, target = (
+        F.log_softmax(logits.float() / temperature, dim=-1).flatten(0, -2) for logits in (given, wanted)
+    )  # [N, C]
     term = temperature**2 * F.kl_div(softened, target, reduction="batchmean", log_target=True)
     if not torch.isfinite(term):
-        raise FairprunerError(f"The teacher's term of batch {batch.position} is {term.item()}, expected a finite number: look at the teacher's weights.")
+        raise FairprunerError(
+            f"The teacher's term of batch {batch.position} is {term.item()}, expected a finite number: look"
+            " at the teacher's weights."
+        )
     return term
 
 
 def _logits(whose: str, output: Any) -> Tensor:
     logits = logits_of(output)
     if logits is None or logits.ndim < 2:
-        raise FairprunerError(f"The {whose} returned {describe(output)}, expected logits of shape [samples, classes].")
+        raise FairprunerError(
+            f"The {whose} returned {describe(output)}, expected logits of shape [samples, classes]."
+        )
     return logits

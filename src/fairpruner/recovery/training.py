@@ -1,4 +1,6 @@
-"""Recover: fine-tune a cut model, on accelerate, so that devices, processes and precision are a matter of how it is launched."""
+"""Recover: fine-tune a cut model, on accelerate, so that devices, processes and precision are a matter of
+how it is launched.
+"""
 
 from __future__ import annotations
 
@@ -51,11 +53,13 @@ def recover(
     folder: str | Path | None = None,
     on_epoch: Callable[[Epoch], None] | None = None,
 ) -> nn.Module:
-    """A fine-tuned copy of a model: its best epoch by `validation`, else its last; the model given is untouched.
+    """A fine-tuned copy of a model: its best epoch by `validation`, else its last; the model given is
+    untouched.
 
-    `train` and `validation` yield batches, as for `score`. `teacher`, usually the model before the cut, is distilled
-    from. `folder` takes a checkpoint every `recipe.checkpoint_every` steps, and the same call with the same folder goes
-    on from it. `on_epoch` is called with the `Epoch` after each one: `on_epoch=history.append` keeps them all.
+    `train` and `validation` yield batches, as for `score`. `teacher`, usually the model before the cut,
+    is distilled from. `folder` takes a checkpoint every `recipe.checkpoint_every` steps, and the same
+    call with the same folder goes on from it. `on_epoch` is called with the `Epoch` after each one:
+    `on_epoch=history.append` keeps them all.
 
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> train = [(torch.randn(16, 4), torch.arange(16) % 2) for _ in range(4)]
@@ -69,42 +73,74 @@ def recover(
     for name, data in (("training", train), ("validation", validation)):
         if isinstance(data, Iterator):
             raise FairprunerError(
-                f"The {name} data is a {type(data).__name__}, which can be read once, and every epoch reads it: give a loader or a list of batches."
+                f"The {name} data is a {type(data).__name__}, which can be read once, and every epoch reads"
+                " it: give a loader or a list of batches."
             )
-    run = _Run(_accelerator(), small, recipe or Recipe(), epochs, teacher, Path(folder) if folder is not None else None)
+    run = _Run(
+        _accelerator(),
+        small,
+        recipe or Recipe(),
+        epochs,
+        teacher,
+        Path(folder) if folder is not None else None,
+    )
     run.feed(train, validation)
     run.resume()
     quiet = not run.accelerator.is_main_process
-    with own_randomness(run.accelerator.device), noticing_interrupts() as stop, training_bar(epochs, run.steps, quiet=quiet) as show:
+    with (
+        own_randomness(run.accelerator.device),
+        noticing_interrupts() as stop,
+        training_bar(epochs, run.steps, quiet=quiet) as show,
+    ):
         run.go(on_epoch or (lambda epoch: None), stop, show)
     return copy_with(small, lambda name, tensor: run.best[name].to(tensor.device))
 
 
 def _accelerator() -> Accelerator:
-    """Accelerate as it was launched; checked, for it would let processes that it cannot join train each for itself."""
-    launched = dist.get_world_size() if dist.is_available() and dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    """Accelerate as it was launched; checked, for it would let processes that it cannot join train each
+    for itself.
+    """
+    launched = (
+        dist.get_world_size()
+        if dist.is_available() and dist.is_initialized()
+        else int(os.environ.get("WORLD_SIZE", "1"))
+    )
     devices = getattr(torch, "accelerator", torch.cuda)  # torch.accelerator came with torch 2.6
     accelerator = Accelerator(cpu=launched > 1 and not devices.is_available())
     if accelerator.num_processes != launched:
         raise FairprunerError(
-            f"{launched} processes were launched, and accelerate trains with {accelerator.num_processes}: set ACCELERATE_USE_CPU=true to train on the CPU, and make no Accelerator before."
+            f"{launched} processes were launched, and accelerate trains with {accelerator.num_processes}: set"
+            " ACCELERATE_USE_CPU=true to train on the CPU, and make no Accelerator before."
         )
     if accelerator.distributed_type in SHARDED:
-        raise FairprunerError(f"recover was launched with {accelerator.distributed_type.value}, expected one process, or data-parallel ones: launch it so.")
+        raise FairprunerError(
+            f"recover was launched with {accelerator.distributed_type.value}, expected one process, or"
+            " data-parallel ones: launch it so."
+        )
     return accelerator
 
 
 class _Run:
     """One training, from its start or from its checkpoint to its end."""
 
-    def __init__(self, accelerator: Accelerator, small: nn.Module, recipe: Recipe, epochs: int, teacher: nn.Module | None, folder: Path | None) -> None:
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        small: nn.Module,
+        recipe: Recipe,
+        epochs: int,
+        teacher: nn.Module | None,
+        folder: Path | None,
+    ) -> None:
         self.accelerator, self.recipe, self.epochs, self.folder = accelerator, recipe, epochs, folder
         self.teacher = copy.deepcopy(teacher).to(accelerator.device).eval() if teacher is not None else None
         self.net = copy.deepcopy(small).to(accelerator.device)
         self.average = copy.deepcopy(self.net) if recipe.ema else None
         optimizer = recipe.make_optimizer(self.net)
         self.rates = [group["lr"] for group in optimizer.param_groups]
-        self.model, self.optimizer = accelerator.prepare(self.net, optimizer)  # the same net, wrapped as the launch asks for
+        self.model, self.optimizer = accelerator.prepare(
+            self.net, optimizer
+        )  # the same net, wrapped as the launch asks for
         self.settings: Json = {
             **identity(small),
             **recipe.settings(),
@@ -144,7 +180,9 @@ class _Run:
     def _train(self, stop: Event, show: Show) -> None:
         """The rest of an epoch."""
         try:
-            for batch in epoch_batches(self.train, self.accelerator.device, self.recipe.seed, self.epoch, self.position):
+            for batch in epoch_batches(
+                self.train, self.accelerator.device, self.recipe.seed, self.epoch, self.position
+            ):
                 self._step(batch)
                 show(self.epoch, self.position, self.tally)
                 if self.unsaved >= self.recipe.checkpoint_every:
@@ -152,14 +190,24 @@ class _Run:
                 self._leave_if(stop)
         except RuntimeError:
             if self.accelerator.num_processes == 1:
-                self._leave_if(stop)  # Ctrl-C ends a loader's worker processes too, and the loader complains
+                # Ctrl-C ends a loader's worker processes too, and the loader complains
+                self._leave_if(stop)
             raise
         if not self.position:
-            raise FairprunerError("The training data holds no samples: give a loader, or a list of batches, that yields at least one.")
+            raise FairprunerError(
+                "The training data holds no samples: give a loader, or a list of batches, that yields at"
+                " least one."
+            )
 
     def _step(self, batch: Batch) -> None:
         start = perf_counter()
-        reseed(self.accelerator.device, self.recipe.seed, self.epoch, self.position, COMPUTING + self.accelerator.process_index)
+        reseed(
+            self.accelerator.device,
+            self.recipe.seed,
+            self.epoch,
+            self.position,
+            COMPUTING + self.accelerator.process_index,
+        )
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * self._factor(self.position)
         self.model.train()
@@ -174,7 +222,8 @@ class _Run:
         except FairprunerError as error:
             rate = self.optimizer.param_groups[0]["lr"]
             raise FairprunerError(
-                f"Recovery failed in epoch {self.epoch + 1}, at its batch {self.position} and a learning rate of {rate:.3g}. {error}"
+                f"Recovery failed in epoch {self.epoch + 1}, at its batch {self.position} and a learning rate"
+                f" of {rate:.3g}. {error}"
             ) from error
         self.whole = self.accelerator.sync_gradients
         if self.average is not None and self.whole:
@@ -184,7 +233,9 @@ class _Run:
         self.tally.seconds += perf_counter() - start
 
     def _factor(self, position: int) -> float:
-        """Of the learning rate at a batch of this epoch; data that cannot tell its length changes it from epoch to epoch only."""
+        """Of the learning rate at a batch of this epoch; data that cannot tell its length changes it from
+        epoch to epoch only.
+        """
         return self.recipe.factor((self.epoch + (position / self.steps if self.steps else 0)) / self.epochs)
 
     def _close_epoch(self) -> None:
@@ -192,11 +243,18 @@ class _Run:
         start = perf_counter()
         judged = self.average if self.average is not None else self.net
         if self.accelerator.num_processes > 1:
-            broadcast(dict(judged.named_buffers()))  # each process has running statistics of its own: those of the first count
+            broadcast(
+                dict(judged.named_buffers())
+            )  # each process has running statistics of its own: those of the first count
         trained = self._total(self.tally)
-        validated = self._total(self._validate(judged, self.validation)) if self.validation is not None else None
+        validated = (
+            self._total(self._validate(judged, self.validation)) if self.validation is not None else None
+        )
         if validated is not None and not validated.samples:
-            raise FairprunerError("The validation data holds no samples: give a loader, or a list of batches, that yields at least one.")
+            raise FairprunerError(
+                "The validation data holds no samples: give a loader, or a list of batches, that yields at"
+                " least one."
+            )
         epoch = Epoch(
             number=self.epoch + 1,
             learning_rate=self.rates[0] * self._factor(self.position - 1),
@@ -208,7 +266,10 @@ class _Run:
         )
         self.history.append(epoch)
         if epoch.better_than(self.best_epoch):
-            self.best_epoch, self.best = epoch, {name: tensor.clone() for name, tensor in tensors_of_model(judged).items()}
+            self.best_epoch, self.best = (
+                epoch,
+                {name: tensor.clone() for name, tensor in tensors_of_model(judged).items()},
+            )
         self.epoch, self.position, self.tally = self.epoch + 1, 0, Tally()
 
     def _validate(self, model: nn.Module, data: Iterable[Any]) -> Tally:
@@ -227,18 +288,24 @@ class _Run:
     def _summed(self, *numbers: float) -> list[float]:
         if self.accelerator.num_processes == 1:
             return list(numbers)
-        total: list[float] = self.accelerator.reduce(torch.tensor(numbers, dtype=torch.float64, device=self.accelerator.device), "sum").tolist()
+        total: list[float] = self.accelerator.reduce(
+            torch.tensor(numbers, dtype=torch.float64, device=self.accelerator.device), "sum"
+        ).tolist()
         return total
 
     def _leave_if(self, stop: Event) -> None:
-        """Save and leave if Ctrl-C was pressed in any process; while gradients accumulate, a little later."""
+        """Save and leave if Ctrl-C was pressed in any process; while gradients accumulate, a little
+        later.
+        """
         if self.epoch == self.epochs or not self.whole or not self._summed(stop.is_set())[0]:
             return
         self._save()
         where = f"Stopped in epoch {self.epoch + 1} of {self.epochs}, {self.position} batches into it"
         if self.folder is None:
             raise KeyboardInterrupt(f"{where}; nothing was saved, for no folder was given.")
-        raise KeyboardInterrupt(f"{where}, and saved as {self.folder / FILE}: run the same again to go on from there.")
+        raise KeyboardInterrupt(
+            f"{where}, and saved as {self.folder / FILE}: run the same again to go on from there."
+        )
 
     def _save(self) -> None:
         if self.folder is None or not (self.whole or self.epoch == self.epochs):
@@ -263,7 +330,9 @@ class _Run:
         save_checkpoint(Checkpoint(tensors, content), self.folder, self.settings)
 
     def resume(self) -> None:
-        """Take up the folder's checkpoint; a folder without one gets the start, which shows now whether it can be written."""
+        """Take up the folder's checkpoint; a folder without one gets the start, which shows now whether
+        it can be written.
+        """
         checkpoint = load_checkpoint(self.folder, self.settings) if self.folder is not None else None
         self.accelerator.wait_for_everyone()  # all have looked before one writes
         if checkpoint is None:
@@ -285,9 +354,13 @@ class _Run:
 
 
 def _follow(average: nn.Module, model: nn.Module, decay: float) -> None:
-    """average = decay · average + (1 - decay) · model, the statistics of norms included; whole numbers are taken over."""
+    """average = decay · average + (1 - decay) · model, the statistics of norms included; whole numbers
+    are taken over.
+    """
     with torch.no_grad():
-        for mean, now in zip(tensors_of_model(average).values(), tensors_of_model(model).values(), strict=True):
+        for mean, now in zip(
+            tensors_of_model(average).values(), tensors_of_model(model).values(), strict=True
+        ):
             if mean.is_floating_point():
                 mean.lerp_(now, 1 - decay)
             else:

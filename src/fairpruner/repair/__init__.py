@@ -1,4 +1,6 @@
-"""Repair: a cut model gets better weights of the same shapes, in closed form, from a few samples and the original model."""
+"""Repair: a cut model gets better weights of the same shapes, in closed form, from a few samples and the
+original model.
+"""
 
 from __future__ import annotations
 
@@ -51,13 +53,15 @@ def repair(
     loss: Loss | None = None,
     notes: list[Note] | None = None,
 ) -> nn.Module:
-    """A copy of `small`, the cut of `model` by `plan`, with weights that make up for what was removed; no training, inputs untouched.
+    """A copy of `small`, the cut of `model` by `plan`, with weights that make up for what was removed; no
+    training, inputs untouched.
 
     `mean` gives consumers the mean of what they lost; `least_squares` predicts it from what they kept;
-    `sequential` refits every weight in the order of the forward pass; `merge` moves kept experts towards removed
-    ones; `experts` refits what the kept experts of each block and a shared one give; `batchnorm` estimates running
-    statistics again. Several methods are applied one after the other, and each only if it does not raise the `loss` on the
-    data (cross-entropy by default). `notes` is a list that gets one line for each weight: repaired, kept or skipped.
+    `sequential` refits every weight in the order of the forward pass; `merge` moves kept experts towards
+    removed ones; `experts` refits what the kept experts of each block and a shared one give; `batchnorm`
+    estimates running statistics again. Several methods are applied one after the other, and each only if
+    it does not raise the `loss` on the data (cross-entropy by default). `notes` is a list that gets one
+    line for each weight: repaired, kept or skipped.
 
     >>> import fairpruner as fp
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)).double()  # 8 units that 4 inputs determine
@@ -73,14 +77,19 @@ def repair(
         if name not in METHODS:
             raise unknown("repair method", name, METHODS)
     if isinstance(data, Iterator):
-        raise FairprunerError(f"Repair reads the data several times, and a {type(data).__name__} can be read once: give a loader or a list of batches.")
+        raise FairprunerError(
+            f"Repair reads the data several times, and a {type(data).__name__} can be read once: give a"
+            " loader or a list of batches."
+        )
     _check(small, model, plan)
     told = [] if notes is None else notes
     device = next(itertools.chain(model.parameters(), model.buffers()), torch.empty(0)).device
     with torch.inference_mode(False), torch.no_grad(), evaluating(model), evaluating(small):
         first = next(read_batches(data, device), None)
         if first is None:
-            raise FairprunerError("The data holds no samples: give a loader, or a list of batches, that yields at least one.")
+            raise FairprunerError(
+                "The data holds no samples: give a loader, or a list of batches, that yields at least one."
+            )
         wires = find_wires(model, first)
         best = copy.deepcopy(small)
         least = _loss(best, data, device, loss)
@@ -92,7 +101,9 @@ def repair(
                 best, least = trial, after
                 told += lines
             else:
-                told.append(Note(name, "kept", f"the loss on the data would rise from {least:.4g} to {after:.4g}"))
+                told.append(
+                    Note(name, "kept", f"the loss on the data would rise from {least:.4g} to {after:.4g}")
+                )
     for before, module in zip(small.modules(), best.modules(), strict=True):
         module.training = before.training
     return best
@@ -117,16 +128,25 @@ def _loss(model: nn.Module, data: Iterable[Any], device: torch.device, loss: Los
 def _check(small: nn.Module, model: nn.Module, plan: Plan) -> None:
     if fingerprint(model) != plan.spaces.fingerprint:
         raise FairprunerError(
-            f"The plan belongs to another model: {type(model).__name__} has the fingerprint {fingerprint(model)}, the plan expects {plan.spaces.fingerprint}. Give the model that was scored."
+            f"The plan belongs to another model: {type(model).__name__} has the fingerprint"
+            f" {fingerprint(model)}, the plan expects {plan.spaces.fingerprint}. Give the model that was"
+            " scored."
         )
     kept, found = kept_by_place(plan), tensors_by_name(small)
-    lists = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and (name, 0) in kept)
+    lists = tuple(
+        f"{name}."
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and (name, 0) in kept
+    )
     for name, tensor in tensors_by_name(model).items():
         if name.startswith(lists):
             continue  # modules of a list move up as others go
-        expected = [len(kept[name, dim]) if (name, dim) in kept else size for dim, size in enumerate(tensor.shape)]
+        expected = [
+            len(kept[name, dim]) if (name, dim) in kept else size for dim, size in enumerate(tensor.shape)
+        ]
         shape = list(found[name].shape) if name in found else None
         if shape != expected:
             raise FairprunerError(
-                f"The model to repair is not the cut of this plan: {name} has the shape {shape}, expected {expected}. Give fp.cut(model, plan)."
+                f"The model to repair is not the cut of this plan: {name} has the shape {shape}, expected"
+                f" {expected}. Give fp.cut(model, plan)."
             )

@@ -1,4 +1,6 @@
-"""What reaches one block of a cut model, batch by batch, and what the block should give so that the model goes on as the original does."""
+"""What reaches one block of a cut model, batch by batch, and what the block should give so that the model
+goes on as the original does.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from fairpruner.models.experts import ExpertBlock
 from fairpruner.repair.products import SUMS
 from fairpruner.repair.regression import first_half, wide
 
-MOST_HELD = 2**30  # bytes of what reaches a block, so that only the block runs again where it is looked at several times
+MOST_HELD = (
+    2**30
+)  # bytes of what reaches a block, so that only the block runs again where it is looked at several times
 
 Sweep = Callable[[], Iterable[Batch]]  # reads the data once more
 
@@ -29,7 +33,9 @@ def caller_of(block: ExpertBlock) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Arrival:
-    """What a block is called with in a batch, what it should give, and the rows that count: to fit, and to prove."""
+    """What a block is called with in a batch, what it should give, and the rows that count: to fit, and
+    to prove.
+    """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -42,7 +48,9 @@ class Arrival:
 
 
 class Arrivals:
-    """What reaches the module that calls a block's experts, batch by batch; held from the first time on as far as there is room."""
+    """What reaches the module that calls a block's experts, batch by batch; held from the first time on
+    as far as there is room.
+    """
 
     def __init__(self, small: nn.Module, model: nn.Module, block: ExpertBlock, sweep: Sweep) -> None:
         self._small, self._model, self._path, self._sweep = small, model, caller_of(block), sweep
@@ -61,11 +69,19 @@ class Arrivals:
 
     def _made(self, batch: Batch) -> Arrival:
         target, here = _reach(self._model, self._path, batch), _reach(self._small, self._path, batch)
-        wanted = (wide(target.sum) - (wide(here.sum) - wide(here.out)) if target.sum is not None and here.sum is not None else wide(target.out)).flatten(0, -2)
+        wanted = (
+            wide(target.sum) - (wide(here.sum) - wide(here.out))
+            if target.sum is not None and here.sum is not None
+            else wide(target.out)
+        ).flatten(0, -2)
         rows = counted_rows(len(wanted), batch.inputs, self._path)
         first = first_half(rows, len(wanted), batch.size, batch.position)
-        kwargs = {name: value for name, value in here.kwargs.items() if name != "past_key_values"}  # a cache would remember the block's first run
-        return Arrival(here.args, kwargs, wanted, (rows[first].to(wanted.device), rows[~first].to(wanted.device)))
+        kwargs = {
+            name: value for name, value in here.kwargs.items() if name != "past_key_values"
+        }  # a cache would remember the block's first run
+        return Arrival(
+            here.args, kwargs, wanted, (rows[first].to(wanted.device), rows[~first].to(wanted.device))
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +95,9 @@ class _Call:
 
 
 class _Reached(BaseException):
-    """Ends a forward pass of which no more is needed; no error, so that nothing on the way takes it for one."""
+    """Ends a forward pass of which no more is needed; no error, so that nothing on the way takes it for
+    one.
+    """
 
 
 class _UpTo(TorchFunctionMode):
@@ -93,8 +111,19 @@ class _UpTo(TorchFunctionMode):
     def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
         self.call = args, kwargs, next(tensors_of(output))
 
-    def __torch_function__(self, function: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        if self.call is not None and function in SUMS and not kwargs and any(operand is self.call[2] for operand in args):
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if (
+            self.call is not None
+            and function in SUMS
+            and not kwargs
+            and any(operand is self.call[2] for operand in args)
+        ):
             self.sum = torch.add(*args)  # never in place: the output is needed as it was
             raise _Reached
         return function(*args, **(kwargs or {}))

@@ -12,10 +12,20 @@ from fairpruner.repair.notes import Note
 
 
 def reestimate(small: nn.Module, batches: Iterable[Batch]) -> list[Note]:
-    """Set the running statistics of every batch norm to the means over the data, each batch weighing as many samples as it has."""
-    norms = {name: module for name, module in small.named_modules() if isinstance(module, _BatchNorm) and module.running_mean is not None}
+    """Set the running statistics of every batch norm to the means over the data, each batch weighing as
+    many samples as it has.
+    """
+    norms = {
+        name: module
+        for name, module in small.named_modules()
+        if isinstance(module, _BatchNorm) and module.running_mean is not None
+    }
     momentums = {name: norm.momentum for name, norm in norms.items()}
-    counters = {name: norm.num_batches_tracked.clone() for name, norm in norms.items() if norm.num_batches_tracked is not None}
+    counters = {
+        name: norm.num_batches_tracked.clone()
+        for name, norm in norms.items()
+        if norm.num_batches_tracked is not None
+    }
     seen = 0
     try:
         for norm in norms.values():

@@ -1,10 +1,12 @@
-"""Refit what the kept experts of a block, and a shared one, add to its output, so that the block gives what the original gave.
+"""Refit what the kept experts of a block, and a shared one, add to its output, so that the block gives
+what the original gave.
 
-A block's output is linear in the last matrices of its experts: what they read, times the router's weight, are the features.
-Blocks are refitted one after the other in the order of the forward pass, in a sweep over the data each. Where a block's
-output is added to a residual stream, the original's sum is the target: the refit then also undoes the drift of the blocks before.
-The matrices of a block are solved for together if they fit, else part by part, each fitted to what those before it left over,
-so that memory holds the sums of one part.
+A block's output is linear in the last matrices of its experts: what they read, times the router's weight,
+are the features. Blocks are refitted one after the other in the order of the forward pass, in a sweep
+over the data each. Where a block's output is added to a residual stream, the original's sum is the
+target: the refit then also undoes the drift of the blocks before. The matrices of a block are solved for
+together if they fit, else part by part, each fitted to what those before it left over, so that memory
+holds the sums of one part.
 """
 
 from __future__ import annotations
@@ -32,25 +34,35 @@ MOST_FEATURES = 4096  # that are solved for together: the products of all their 
 ROWS = 8192  # tokens whose features are held at once
 
 
-def refit_experts(small: nn.Module, model: nn.Module, plan: Plan, sweep: Sweep, wires: Mapping[str, Wire]) -> list[Note]:
+def refit_experts(
+    small: nn.Module, model: nn.Module, plan: Plan, sweep: Sweep, wires: Mapping[str, Wire]
+) -> list[Note]:
     """Refit every block of experts in `small` from the first that lost some onwards."""
     lost = {space.name for space in plan.spaces if space.kind == "expert" and plan.removed[space.name]}
     blocks = dropwhile(lambda block: block.name not in lost, expert_blocks(small))
-    return [_refit(small, model, block, sweep) for block in blocks] or [Note("experts", "skipped", NO_EXPERTS)]
+    return [_refit(small, model, block, sweep) for block in blocks] or [
+        Note("experts", "skipped", NO_EXPERTS)
+    ]
 
 
 def _refit(small: nn.Module, model: nn.Module, block: ExpertBlock, sweep: Sweep) -> Note:
     arrivals = Arrivals(small, model, block, sweep)
     features = _Features(small, block, next(iter(arrivals)))
     if not features.sizes:
-        return Note(block.name, "skipped", "what its experts read is not seen, and no shared expert can take over")
+        return Note(
+            block.name, "skipped", "what its experts read is not seen, and no shared expert can take over"
+        )
     notes = [_fit(block.name, features, part, arrivals) for part in parts(features.sizes)]
     left = [note.error for note in notes if note.error is not None]
-    return replace(next((note for note in notes if note.error is not None), notes[0]), error=math.prod(left) if left else None)
+    return replace(
+        next((note for note in notes if note.error is not None), notes[0]),
+        error=math.prod(left) if left else None,
+    )
 
 
 def parts(sizes: Sequence[int]) -> list[range]:
-    """Matrices with so many features each, in stretches of at most MOST_FEATURES together, or of a single one.
+    """Matrices with so many features each, in stretches of at most MOST_FEATURES together, or of a single
+    one.
 
     >>> parts([1500, 1500, 1500, 5000, 4000])
     [range(0, 2), range(2, 3), range(3, 4), range(4, 5)]
@@ -87,12 +99,16 @@ class _Seen:
 
     def sums(self, rows: Tensor, error: Tensor) -> Sums:
         """Products of all pairs of features, and with the error [T, H], over the chosen tokens."""
-        parts = [self._sums(some, error[some]) for some in rows.split(ROWS)] or [self._sums(rows, error[rows])]
+        parts = [self._sums(some, error[some]) for some in rows.split(ROWS)] or [
+            self._sums(rows, error[rows])
+        ]
         return sum(parts[1:], parts[0])
 
     def _sums(self, rows: Tensor, error: Tensor) -> Sums:
         token, expert, values = self.pairs
-        place = torch.full((len(self.tails),), -1, device=rows.device).index_copy(0, rows, torch.arange(len(rows), device=rows.device))
+        place = torch.full((len(self.tails),), -1, device=rows.device).index_copy(
+            0, rows, torch.arange(len(rows), device=rows.device)
+        )
         chosen = place[token] >= 0
         token, expert, values = place[token[chosen]], expert[chosen], wide(values[chosen])
         error, width = wide(error), values.shape[1]
@@ -107,30 +123,47 @@ class _Seen:
         gram[inside:] = whole[:, inside:].T @ whole
         cross = whole.T @ error
         return Sums(
-            len(rows), gram.double()[None], cross.double()[None], error.double().square().sum()[None], whole.double().sum(0)[None], error.double().sum(0)[None]
+            len(rows),
+            gram.double()[None],
+            cross.double()[None],
+            error.double().square().sum()[None],
+            whole.double().sum(0)[None],
+            error.double().sum(0)[None],
         )
 
 
 class _Features:
-    """What the last matrices of a block's experts and of its tails read, weighted as it reaches the block's output.
+    """What the last matrices of a block's experts and of its tails read, weighted as it reaches the
+    block's output.
 
-    A tail is a linear map beside the experts, as that of a shared expert, whose output is added to the block's, scaled token by token.
+    A tail is a linear map beside the experts, as that of a shared expert, whose output is added to the
+    block's, scaled token by token.
     """
 
     def __init__(self, model: nn.Module, block: ExpertBlock, first: Arrival) -> None:
         self._model, self._block, self._module = model, block, model.get_submodule(caller_of(block))
-        self._watched = [] if isinstance(model.get_submodule(block.experts), nn.ModuleList) else [block]  # whose experts show what their last matrices read
+        self._watched = (
+            [] if isinstance(model.get_submodule(block.experts), nn.ModuleList) else [block]
+        )  # whose experts show what their last matrices read
         inside = (f"{block.experts}.", f"{block.router}.")
         below = self._module.named_modules(prefix=caller_of(block))
-        self._tails = [module for path, module in below if isinstance(module, nn.Linear) and not f"{path}.".startswith(inside)]
+        self._tails = [
+            module
+            for path, module in below
+            if isinstance(module, nn.Linear) and not f"{path}.".startswith(inside)
+        ]
         out, passed, call = self._run(first)
         self._tails = [linear for linear, (_, output) in passed.items() if _is_tail(out, output)]
         inner = None if call is None else call.inner
         self._experts = 0 if inner is None else block.size
-        self.sizes = [0 if inner is None else inner.shape[1]] * self._experts + [tail.in_features for tail in self._tails]  # of every matrix
+        self.sizes = [0 if inner is None else inner.shape[1]] * self._experts + [
+            tail.in_features for tail in self._tails
+        ]  # of every matrix
 
     def _run(self, arrival: Arrival) -> tuple[Tensor, dict[nn.Linear, tuple[Tensor, Tensor]], Call | None]:
-        """Run the block once more by itself: its output [T, H], what goes into and comes out of the tails, and what the experts did."""
+        """Run the block once more by itself: its output [T, H], what goes into and comes out of the
+        tails, and what the experts did.
+        """
         calls: list[Call] = []
         passed: dict[nn.Linear, tuple[Tensor, Tensor]] = {}
 
@@ -147,12 +180,22 @@ class _Features:
         return out, passed, next(iter(calls), None)
 
     def of(self, arrival: Arrival, part: range) -> tuple[_Seen, Tensor]:
-        """The features of some of the matrices, and by how much the block's output misses, [T, H]; gradients tell how much of each tail arrives there."""
+        """The features of some of the matrices, and by how much the block's output misses, [T, H];
+        gradients tell how much of each tail arrives there.
+        """
         out, passed, call = self._run(arrival)
-        some = [passed[tail] for tail in self._tails[max(part.start - self._experts, 0) : max(part.stop - self._experts, 0)]]
-        scales = [torch.autograd.grad(out, output, torch.ones_like(out), retain_graph=True)[0].flatten(0, -2)[:, :1] for _, output in some]  # [T, 1] each
+        some = [
+            passed[tail]
+            for tail in self._tails[max(part.start - self._experts, 0) : max(part.stop - self._experts, 0)]
+        ]
+        scales = [
+            torch.autograd.grad(out, output, torch.ones_like(out), retain_graph=True)[0].flatten(0, -2)[:, :1]
+            for _, output in some
+        ]  # [T, 1] each
         error = arrival.wanted - wide(out.detach())
-        tails = torch.cat([error[:, :0], *(read * scale for (read, _), scale in zip(some, scales, strict=True))], 1)  # [T, S]
+        tails = torch.cat(
+            [error[:, :0], *(read * scale for (read, _), scale in zip(some, scales, strict=True))], 1
+        )  # [T, S]
         stop = min(part.stop, self._experts)
         if call is None or call.inner is None or part.start >= stop:
             nothing = torch.zeros(0, dtype=torch.int64, device=error.device)
@@ -164,7 +207,9 @@ class _Features:
     def add(self, part: range, slope: Tensor) -> None:
         """Add a fit [p, H] to the part's matrices."""
         experts: Any = self._model.get_submodule(self._block.experts)
-        for number, step in zip(part, slope.split([self.sizes[number] for number in part]), strict=True):  # [I, H]
+        for number, step in zip(
+            part, slope.split([self.sizes[number] for number in part]), strict=True
+        ):  # [I, H]
             if number >= self._experts:
                 weight = self._tails[number - self._experts].weight.mT
             else:
@@ -173,7 +218,9 @@ class _Features:
 
 
 def _is_tail(out: Tensor, passed: Tensor) -> bool:
-    """Whether all that happens to a linear map's output on its way into the block's [T, H] is a scale for each token."""
+    """Whether all that happens to a linear map's output on its way into the block's [T, H] is a scale for
+    each token.
+    """
     if passed.shape[-1] != out.shape[-1] or passed.numel() != out.numel() or not passed.requires_grad:
         return False
     probe = torch.linspace(1, 2, out.shape[1], dtype=out.dtype, device=out.device)

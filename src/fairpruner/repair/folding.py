@@ -1,4 +1,6 @@
-"""Predict what was removed from what was kept, and let the consumers' weights take it over: statistics of the original model only."""
+"""Predict what was removed from what was kept, and let the consumers' weights take it over: statistics of
+the original model only.
+"""
 
 from __future__ import annotations
 
@@ -36,17 +38,27 @@ class Consumer:
 
     @cached_property
     def table(self) -> Tensor | None:
-        """Where a channel was flattened into several columns: the columns of each unit, [J, F]; a map for channels then serves all F.
+        """Where a channel was flattened into several columns: the columns of each unit, [J, F]; a map for
+        channels then serves all F.
 
         The columns of a head are features of its own, each predicted by itself.
         """
         space, part = self.parts[0]
         table = positions_of(part.owner, space.size)
-        shared = self.is_matrix and len(self.parts) == 1 and space.kind != "head" and table.shape[1] > 1 and table.min() >= 0 and table.size == part.owner.size
+        shared = (
+            self.is_matrix
+            and len(self.parts) == 1
+            and space.kind != "head"
+            and table.shape[1] > 1
+            and table.min() >= 0
+            and table.size == part.owner.size
+        )
         return torch.from_numpy(table) if shared else None
 
     def gathered(self, matrix: Tensor) -> Tensor:
-        """A weight's matrix [1, C, 1, q] with the columns of a unit as its taps, [1, J, F, q]; any other stays."""
+        """A weight's matrix [1, C, 1, q] with the columns of a unit as its taps, [1, J, F, q]; any other
+        stays.
+        """
         return matrix if self.table is None else matrix[0, self.table, 0][None]
 
     def scattered(self, matrix: Tensor) -> Tensor:
@@ -68,7 +80,9 @@ def consumers(plan: Plan, weights: Mapping[str, Tensor]) -> list[Consumer]:
 
 
 class _Moments:
-    """Products of all pairs of channels that one weight reads, summed over the samples of each half of the data."""
+    """Products of all pairs of channels that one weight reads, summed over the samples of each half of
+    the data.
+    """
 
     def __init__(self, consumer: Consumer) -> None:
         self.consumer = consumer
@@ -82,7 +96,11 @@ class _Moments:
         rows = product.rows(product.source, batch.inputs)
         first = first_half(rows, len(values), batch.size, seen)
         new = [self._of(values[rows[half]]) for half in (first, ~first)]
-        self._halves = [(r + s, g + h, t + u) for (r, g, t), (s, h, u) in zip(self._halves, new, strict=True)] if self._halves else new
+        self._halves = (
+            [(r + s, g + h, t + u) for (r, g, t), (s, h, u) in zip(self._halves, new, strict=True)]
+            if self._halves
+            else new
+        )
 
     def _of(self, rows: Tensor) -> tuple[int, Tensor, Tensor]:
         if self.consumer.table is not None:
@@ -92,14 +110,27 @@ class _Moments:
         return channels.shape[1], (channels.mT @ channels).double(), channels.sum(1, dtype=torch.float64)
 
     def sums(self, matrix: Tensor, keep: Tensor) -> tuple[Sums, Sums]:
-        """For both halves: the kept channels as features, and as targets what the lost ones gave through the weights [G, c, taps, q]."""
+        """For both halves: the kept channels as features, and as targets what the lost ones gave through
+        the weights [G, c, taps, q].
+        """
         gone = torch.ones(matrix.shape[1], dtype=torch.bool)
         gone[keep] = False
         lost = matrix[:, gone].flatten(2)  # [G, r, taps q]
 
         def of(rows: int, gram: Tensor, total: Tensor) -> Sums:
-            left, across, right = gram[:, keep][:, :, keep], gram[:, keep][:, :, gone], gram[:, gone][:, :, gone]
-            return Sums(rows, left, across @ lost, (lost * (right @ lost)).sum((1, 2)), total[:, keep], (total[:, None, gone] @ lost)[:, 0])
+            left, across, right = (
+                gram[:, keep][:, :, keep],
+                gram[:, keep][:, :, gone],
+                gram[:, gone][:, :, gone],
+            )
+            return Sums(
+                rows,
+                left,
+                across @ lost,
+                (lost * (right @ lost)).sum((1, 2)),
+                total[:, keep],
+                (total[:, None, gone] @ lost)[:, 0],
+            )
 
         first, second = (of(*half) for half in self._halves)
         return first, second
@@ -126,11 +157,25 @@ class _Collect(Walk):
         self.seen += batch.size
 
 
-def fold(small: nn.Module, model: nn.Module, plan: Plan, sweep: Callable[[], Iterable[Batch]], wires: Mapping[str, Wire], choose: Chooser) -> list[Note]:
+def fold(
+    small: nn.Module,
+    model: nn.Module,
+    plan: Plan,
+    sweep: Callable[[], Iterable[Batch]],
+    wires: Mapping[str, Wire],
+    choose: Chooser,
+) -> list[Note]:
     """Add to every consumer in `small` what the removed units gave it, as far as the kept ones tell."""
-    kept, weights, tensors = kept_by_place(plan), dict(model.named_parameters(remove_duplicate=False)), tensors_by_name(small)
+    kept, weights, tensors = (
+        kept_by_place(plan),
+        dict(model.named_parameters(remove_duplicate=False)),
+        tensors_by_name(small),
+    )
     inside = tuple(f"{path}." for path in expert_lists(model))
-    obstacles = {consumer: ROUTED if consumer.name.startswith(inside) else _obstacle(consumer, wires) for consumer in consumers(plan, weights)}
+    obstacles = {
+        consumer: ROUTED if consumer.name.startswith(inside) else _obstacle(consumer, wires)
+        for consumer in consumers(plan, weights)
+    }
     notes = [Note(consumer.name, "skipped", reason) for consumer, reason in obstacles.items() if reason]
     collect = _Collect(model, [consumer for consumer, reason in obstacles.items() if not reason])
     for batch in sweep():
@@ -141,7 +186,8 @@ def fold(small: nn.Module, model: nn.Module, plan: Plan, sweep: Callable[[], Ite
         if keep is None:
             notes.append(Note(name, "skipped", "its groups lose different channels"))
             continue
-        matrix = moments.consumer.gathered(call.matrix(weights[name].detach()).double())  # [G, c, taps, q]
+        # [G, c, taps, q]
+        matrix = moments.consumer.gathered(call.matrix(weights[name].detach()).double())
         choice = choose(moments.sums(matrix, keep), offset is not None)
         notes.append(Note.of(name, choice))
         if choice.fit is None:
@@ -155,8 +201,12 @@ def fold(small: nn.Module, model: nn.Module, plan: Plan, sweep: Callable[[], Ite
         with torch.no_grad():
             tensors[name].add_(delta)
             if offset is not None:
-                constant = choice.fit.offset.unflatten(1, matrix.shape[2:]).sum(1).flatten()  # every tap meets it: [outputs]
-                tensors[offset.tensor].add_(offset.sign * constant[call.kept_outputs(kept)].to(tensors[offset.tensor]))
+                constant = (
+                    choice.fit.offset.unflatten(1, matrix.shape[2:]).sum(1).flatten()
+                )  # every tap meets it: [outputs]
+                tensors[offset.tensor].add_(
+                    offset.sign * constant[call.kept_outputs(kept)].to(tensors[offset.tensor])
+                )
     return notes
 
 
@@ -173,7 +223,9 @@ def _obstacle(consumer: Consumer, wires: Mapping[str, Wire]) -> str:
 
 
 def _kept_in_group(consumer: Consumer, kept: Ints, call: Product) -> Tensor | None:
-    """The channels of every group, or the units of a table, that a cut leaves; None if groups differ in this."""
+    """The channels of every group, or the units of a table, that a cut leaves; None if groups differ in
+    this.
+    """
     if consumer.table is not None:
         return torch.from_numpy(np.flatnonzero(np.isin(consumer.table[:, 0].numpy(), kept)))
     if not call.transposed:

@@ -17,7 +17,9 @@ Outcome = Literal["repaired", "kept", "skipped"]
 
 @dataclass(frozen=True)
 class Note:
-    """One weight (or the whole model): `kept` as it was because the repair did not help, or `skipped` because it could not be tried."""
+    """One weight (or the whole model): `kept` as it was because the repair did not help, or `skipped`
+    because it could not be tried.
+    """
 
     subject: str
     outcome: Outcome

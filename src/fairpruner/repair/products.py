@@ -1,4 +1,6 @@
-"""Convolutions and matrix products as they are called: every kind seen as one thing, rows of features times a matrix."""
+"""Convolutions and matrix products as they are called: every kind seen as one thing, rows of features
+times a matrix.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ SUMS = (torch.add, torch.Tensor.add, torch.Tensor.add_)
 class Product:
     """One call that multiplies its input with a named weight.
 
-    Seen as a matrix product it has G groups, each of p features (channels times kernel positions) and q outputs.
+    Seen as a matrix product it has G groups, each of p features (channels times kernel positions) and q
+    outputs.
     """
 
     name: str  # of the weight
@@ -96,12 +99,16 @@ class Product:
         return filters.flatten(0, 1).to(like)
 
     def rows(self, of: Tensor, inputs: Any) -> Tensor:
-        """The rows of this call's input or output that count, [rows]: all of them, but none of the padding of a batch of texts."""
+        """The rows of this call's input or output that count, [rows]: all of them, but none of the
+        padding of a batch of texts.
+        """
         total = of.numel() // of.shape[self.axis]
         return counted_rows(total, inputs if self.axis == -1 else None, self.name).to(of.device)
 
     def features(self, rows: Tensor) -> Tensor:
-        """What the chosen output positions read, [G, rows, c, taps]; `rows` index the flattened batch and positions of the output."""
+        """What the chosen output positions read, [G, rows, c, taps]; `rows` index the flattened batch and
+        positions of the output.
+        """
         source = self.source
         if self.axis == -1:
             return self.outputs(source, rows)[None, :, :, None]
@@ -117,7 +124,9 @@ class Product:
             windows = windows.unfold(2 + d, dilation[d] * (kernel[d] - 1) + 1, stride[d])
             windows = windows[..., :: dilation[d]]
         where = torch.unravel_index(rows, (windows.shape[0], *windows.shape[2 : 2 + dims]))
-        taken: Tensor = windows.movedim(1, 1 + dims)[where].flatten(2).unflatten(1, (self.groups, -1))  # [rows, G, c, taps]
+        taken: Tensor = (
+            windows.movedim(1, 1 + dims)[where].flatten(2).unflatten(1, (self.groups, -1))
+        )  # [rows, G, c, taps]
         return taken.transpose(0, 1)
 
     def outputs(self, out: Tensor, rows: Tensor) -> Tensor:
@@ -131,7 +140,9 @@ class Product:
         return 1 - self.read_dim
 
     def kept_outputs(self, kept: Mapping[tuple[str, int], Ints]) -> Tensor:
-        """The channels of the output that a cut leaves, given what it leaves of the weight (this call is the original's)."""
+        """The channels of the output that a cut leaves, given what it leaves of the weight (this call is
+        the original's).
+        """
         read, written = self.weight.shape[self.read_dim], self.weight.shape[self.write_dim]
         indices = kept.get((self.name, self.write_dim), np.arange(written))
         if not self.transposed:
@@ -141,7 +152,9 @@ class Product:
         return torch.from_numpy((groups[:, None] * written + indices).reshape(-1))
 
     def without_input(self) -> Product:
-        return replace(self, arguments={name: value for name, value in self.arguments.items() if name != "input"})
+        return replace(
+            self, arguments={name: value for name, value in self.arguments.items() if name != "input"}
+        )
 
 
 def _tuple(value: Any, dims: int) -> tuple[int, ...]:
@@ -161,19 +174,36 @@ def _padding(padding: Any, kernel: Sequence[int], dilation: Sequence[int]) -> li
     return list(chain.from_iterable(reversed(sides)))
 
 
-def _spread(source: Tensor, stride: Sequence[int], arguments: Mapping[str, Any], kernel: Sequence[int], dilation: Sequence[int]) -> Tensor:
-    """The input whose plain convolution with the flipped kernel is the transposed one: zeros between, then a rim."""
+def _spread(
+    source: Tensor,
+    stride: Sequence[int],
+    arguments: Mapping[str, Any],
+    kernel: Sequence[int],
+    dilation: Sequence[int],
+) -> Tensor:
+    """The input whose plain convolution with the flipped kernel is the transposed one: zeros between,
+    then a rim.
+    """
     dims = len(kernel)
     padding, extra = (_tuple(arguments.get(name, 0), dims) for name in ("padding", "output_padding"))
     sizes = [(n - 1) * s + 1 for n, s in zip(source.shape[2:], stride, strict=True)]
     spread = source.new_zeros(*source.shape[:2], *sizes)
     spread[(slice(None), slice(None), *(slice(None, None, s) for s in stride))] = source
     rims = [d * (k - 1) - p for k, d, p in zip(kernel, dilation, padding, strict=True)]
-    return F.pad(spread, list(chain.from_iterable((rim, rim + more) for rim, more in reversed(list(zip(rims, extra, strict=True))))))
+    return F.pad(
+        spread,
+        list(
+            chain.from_iterable(
+                (rim, rim + more) for rim, more in reversed(list(zip(rims, extra, strict=True)))
+            )
+        ),
+    )
 
 
 class Walk(TorchFunctionMode):
-    """Sees every product with a named weight, every batch norm and every sum of a forward pass, and may change what they give."""
+    """Sees every product with a named weight, every batch norm and every sum of a forward pass, and may
+    change what they give.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -189,13 +219,25 @@ class Walk(TorchFunctionMode):
     def sum(self, position: int, operands: list[Tensor], in_place: bool) -> None:
         """The sum of two tensors of one shape, the position-th of this pass; `operands` may be replaced."""
 
-    def __torch_function__(self, function: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         kwargs = kwargs or {}
         if function in SIGNATURES:
             product = self._product(function, args, kwargs)
             if product is not None:
                 return self.product(product)
-        if function in SUMS and not kwargs and len(args) == 2 and all(isinstance(a, Tensor) for a in args) and args[0].shape == args[1].shape:
+        if (
+            function in SUMS
+            and not kwargs
+            and len(args) == 2
+            and all(isinstance(a, Tensor) for a in args)
+            and args[0].shape == args[1].shape
+        ):
             operands, self.sums = list(args), self.sums + 1
             self.sum(self.sums - 1, operands, function is torch.Tensor.add_)
             args = operands
@@ -203,9 +245,15 @@ class Walk(TorchFunctionMode):
             self.norm(args[0], self.names.get(id(args[1])))
         return function(*args, **kwargs)
 
-    def _product(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Product | None:
+    def _product(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Product | None:
         defaults = {name: DEFAULTS[name] for name in SIGNATURES[function] if name in DEFAULTS}
-        arguments = defaults | dict(zip(SIGNATURES[function], args, strict=False)) | {_OTHER_NAMES.get(k, k): v for k, v in kwargs.items()}
+        arguments = (
+            defaults
+            | dict(zip(SIGNATURES[function], args, strict=False))
+            | {_OTHER_NAMES.get(k, k): v for k, v in kwargs.items()}
+        )
         weight = arguments.get("weight")
         if not isinstance(weight, Tensor):
             return None
@@ -213,8 +261,16 @@ class Walk(TorchFunctionMode):
         name = self.names.get(id(base))
         if len(SIGNATURES[function]) > 3 and arguments["input"].ndim != weight.ndim:
             return None  # called without a batch dimension
-        if name is None or base.ndim != weight.ndim or base.numel() != weight.numel() or "beta" in arguments or "alpha" in arguments:
+        if (
+            name is None
+            or base.ndim != weight.ndim
+            or base.numel() != weight.numel()
+            or "beta" in arguments
+            or "alpha" in arguments
+        ):
             return None
-        turned = weight.ndim == 2 and weight.stride() != base.stride()  # a transposed view reads along the other dim
+        turned = (
+            weight.ndim == 2 and weight.stride() != base.stride()
+        )  # a transposed view reads along the other dim
         reader = READERS[function]
         return Product(name, base, function, arguments, 1 - reader.dim if turned else reader.dim)

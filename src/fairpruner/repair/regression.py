@@ -1,4 +1,6 @@
-"""Damped least squares from summed products, with the damping chosen, and its use proven, on the other half of the samples."""
+"""Damped least squares from summed products, with the damping chosen, and its use proven, on the other
+half of the samples.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Shares of the features' mean variance that are added to each: the first is for exact solutions, the last for few samples.
+# Shares of the features' mean variance that are added to each: the first is for exact solutions, the last
+# for
+# few samples.
 DAMPINGS = (1e-13, 1e-9, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 
 ROUNDING = 1e-12
@@ -19,13 +23,17 @@ def wide(tensor: Tensor) -> Tensor:
 
 
 def first_half(rows: Tensor, total: int, samples: int, before: int) -> Tensor:
-    """Which rows, of `total` that lie sample by sample, belong to the samples that fit; the others prove. `before` came earlier."""
+    """Which rows, of `total` that lie sample by sample, belong to the samples that fit; the others prove.
+    `before` came earlier.
+    """
     return (rows * samples // total + before) % 2 == 0
 
 
 @dataclass(frozen=True, eq=False)
 class Sums:
-    """Float64 sums over rows of p features and q targets, in G groups: all that least squares needs to know of them."""
+    """Float64 sums over rows of p features and q targets, in G groups: all that least squares needs to
+    know of them.
+    """
 
     rows: int
     gram: Tensor  # [G, p, p]
@@ -39,34 +47,57 @@ class Sums:
         """From features [G, rows, p] and targets [G, rows, q]."""
         features, targets = wide(features), wide(targets)
         gram, cross = features.mT @ features, features.mT @ targets
-        return Sums(features.shape[1], gram.double(), cross.double(), targets.double().square().sum((1, 2)), features.double().sum(1), targets.double().sum(1))
+        return Sums(
+            features.shape[1],
+            gram.double(),
+            cross.double(),
+            targets.double().square().sum((1, 2)),
+            features.double().sum(1),
+            targets.double().sum(1),
+        )
 
     def __add__(self, other: Sums) -> Sums:
-        return Sums(self.rows + other.rows, *(getattr(self, f) + getattr(other, f) for f in ("gram", "cross", "square", "features", "targets")))
+        return Sums(
+            self.rows + other.rows,
+            *(
+                getattr(self, f) + getattr(other, f)
+                for f in ("gram", "cross", "square", "features", "targets")
+            ),
+        )
 
     def error(self, fit: Fit) -> float:
         """The summed squared error of a fit on these rows."""
         slope, offset = fit.slope, fit.offset
         linear = (slope * (self.gram @ slope - 2 * self.cross)).sum((1, 2))
-        shift = (offset * (self.rows * offset - 2 * self.targets + 2 * (self.features[:, None, :] @ slope)[:, 0])).sum(1)
+        shift = (
+            offset * (self.rows * offset - 2 * self.targets + 2 * (self.features[:, None, :] @ slope)[:, 0])
+        ).sum(1)
         return float((self.square + linear + shift).sum())
 
     def fit(self, damping: float, with_offset: bool) -> Fit | None:
         """The damped fit, or None if the damping is too small for a solution."""
         gram, cross = self.gram, self.cross
-        floor = ROUNDING * gram.diagonal(dim1=1, dim2=2).mean(1)  # [G]: all that is left where every feature is constant
+        floor = ROUNDING * gram.diagonal(dim1=1, dim2=2).mean(
+            1
+        )  # [G]: all that is left where every feature is constant
         if with_offset:
             mean = self.features / self.rows  # [G, p]
             gram = gram - mean[:, :, None] * self.features[:, None, :]
             cross = cross - mean[:, :, None] * self.targets[:, None, :]
-        size = gram.diagonal(dim1=1, dim2=2).mean(1).maximum(floor).clamp_min(torch.finfo(gram.dtype).tiny)  # [G]
+        size = (
+            gram.diagonal(dim1=1, dim2=2).mean(1).maximum(floor).clamp_min(torch.finfo(gram.dtype).tiny)
+        )  # [G]
         damped = gram.clone()
         damped.diagonal(dim1=1, dim2=2).add_((damping * size)[:, None])
         factor, failed = torch.linalg.cholesky_ex(damped)
         if failed.any():
             return None
         slope = torch.cholesky_solve(cross, factor)
-        offset = (self.targets - (self.features[:, None, :] @ slope)[:, 0]) / self.rows if with_offset else torch.zeros_like(self.targets)
+        offset = (
+            (self.targets - (self.features[:, None, :] @ slope)[:, 0]) / self.rows
+            if with_offset
+            else torch.zeros_like(self.targets)
+        )
         return Fit(slope, offset) if torch.isfinite(slope).all() else None
 
     def mean(self) -> Fit:
@@ -93,7 +124,9 @@ class Choice:
 
 
 def choose(halves: tuple[Sums, Sums], with_offset: bool) -> Choice:
-    """Fit all rows with the damping under which a fit of the first half does best on the second; None if none beats doing nothing."""
+    """Fit all rows with the damping under which a fit of the first half does best on the second; None if
+    none beats doing nothing.
+    """
     first, second = halves
     best, after = None, _nothing(second)
     for damping in DAMPINGS if _can_prove(halves) else ():
@@ -102,7 +135,12 @@ def choose(halves: tuple[Sums, Sums], with_offset: bool) -> Choice:
         if error < after:
             best, after = damping, max(error, 0.0)
     fit = None if best is None else (first + second).fit(best, with_offset)
-    return _choice(halves, fit, after, "fitted" if with_offset else "fitted without an offset: no bias and no batch norm takes one")
+    return _choice(
+        halves,
+        fit,
+        after,
+        "fitted" if with_offset else "fitted without an offset: no bias and no batch norm takes one",
+    )
 
 
 def choose_mean(halves: tuple[Sums, Sums], with_offset: bool) -> Choice:
@@ -129,4 +167,9 @@ def _choice(halves: tuple[Sums, Sums], fit: Fit | None, after: float, reason: st
     if fit is not None:
         return Choice(fit, before, after, reason)
     useless = "no fit of one half of the samples does better than the cut on the other"
-    return Choice(None, before, before, useless if _can_prove(halves) else "a single sample leaves none to prove a fit with")
+    return Choice(
+        None,
+        before,
+        before,
+        useless if _can_prove(halves) else "a single sample leaves none to prove a fit with",
+    )

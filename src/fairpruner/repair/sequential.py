@@ -1,10 +1,12 @@
-"""Refit the weights of a cut model in the order they are called, against the original model run beside it.
+"""Refit the weights of a cut model in the order they are called, against the original model run beside
+it.
 
-Both models run over each batch once. Where a weight is called in the cut model, what it reads there, with all the
-drift that earlier weights left, is fitted to what the original gives at the same place; and where the output runs into a
-sum, to the original's sum, so that the refit also makes up for the drift of the other operand. The forward pass
-then goes on with the new weight. Sums over rows are kept from batch to batch, so each batch makes all fits better.
-Sums that would not fit into memory together are taken one stretch of weights after the other, in a sweep over the data each.
+Both models run over each batch once. Where a weight is called in the cut model, what it reads there, with
+all the drift that earlier weights left, is fitted to what the original gives at the same place; and where
+the output runs into a sum, to the original's sum, so that the refit also makes up for the drift of the
+other operand. The forward pass then goes on with the new weight. Sums over rows are kept from batch to
+batch, so each batch makes all fits better. Sums that would not fit into memory together are taken one
+stretch of weights after the other, in a sweep over the data each.
 """
 
 from __future__ import annotations
@@ -32,11 +34,21 @@ TOO_MANY_SUMS = f"its sums hold more than {MOST_SUMS} numbers"
 Kept = Mapping[tuple[str, int], Ints]
 
 
-def refit(small: nn.Module, model: nn.Module, plan: Plan, sweep: Callable[[], Iterable[Batch]], wires: Mapping[str, Wire]) -> list[Note]:
+def refit(
+    small: nn.Module,
+    model: nn.Module,
+    plan: Plan,
+    sweep: Callable[[], Iterable[Batch]],
+    wires: Mapping[str, Wire],
+) -> list[Note]:
     """Refit every weight of `small` from the first that lost units onwards."""
-    if lists := expert_lists(model):  # which of them work, and so what is added up where, is another matter in each model
+    if lists := expert_lists(
+        model
+    ):  # which of them work, and so what is added up where, is another matter in each model
         return [Note(path, "skipped", ROUTED) for path in lists]
-    lost = {part.tensor for space in plan.spaces if plan.removed[space.name] for part in space.slices_of("read")}
+    lost = {
+        part.tensor for space in plan.spaces if plan.removed[space.name] for part in space.slices_of("read")
+    }
     notes = [Note(name, "skipped", UNSEEN) for name in sorted(lost - set(wires))]
     order = list(wires)
     start = min((order.index(name) for name in lost & set(wires)), default=len(order))
@@ -47,19 +59,25 @@ def refit(small: nn.Module, model: nn.Module, plan: Plan, sweep: Callable[[], It
         stretch = _refit_stretch(small, model, waiting, kept_by_place(plan), sweep())
         if not stretch:  # the data takes another way through the model than its first samples
             return notes + [Note(name, "skipped", UNSEEN) for name in waiting]
-        notes += [Note.of(name, refit.choice) if refit.choice else Note(name, "skipped", TOO_MANY_SUMS) for name, refit in stretch.items()]
+        notes += [
+            Note.of(name, refit.choice) if refit.choice else Note(name, "skipped", TOO_MANY_SUMS)
+            for name, refit in stretch.items()
+        ]
         waiting = {name: wire for name, wire in waiting.items() if name not in stretch}
     return notes
 
 
-def _refit_stretch(small: nn.Module, model: nn.Module, wires: Mapping[str, Wire], kept: Kept, batches: Iterable[Batch]) -> dict[str, _Refit]:
+def _refit_stretch(
+    small: nn.Module, model: nn.Module, wires: Mapping[str, Wire], kept: Kept, batches: Iterable[Batch]
+) -> dict[str, _Refit]:
     """Refit the first of these weights, as many as have room for their sums."""
     stretch = _Stretch()
     for count, (batch, last) in enumerate(_with_last(batches), start=1):
         original = _Original(model, wires, kept, batch)
         with original:
             forward(model, batch)
-        # Solving after 1, 2, 4, … batches is often enough: from one batch to the next a fit changes little.
+        # Solving after 1, 2, 4, … batches is often enough: from one batch to the next a fit changes
+        # little.
         with _Follow(small, wires, original.places, stretch, solve=last or count & (count - 1) == 0):
             forward(small, batch)
         stretch.full = True
@@ -107,7 +125,11 @@ class _Original(Walk):
         if product.name in self._wires:
             total = out.numel() // out.shape[product.axis]
             rows = product.rows(out, self._batch.inputs)
-            chosen = torch.randperm(len(rows), generator=self._generator)[: self._batch.size * POSITIONS].sort().values
+            chosen = (
+                torch.randperm(len(rows), generator=self._generator)[: self._batch.size * POSITIONS]
+                .sort()
+                .values
+            )
             rows = rows[chosen.to(rows.device)]
             into = self._wires[product.name].sum
             if into is None:
@@ -124,45 +146,74 @@ class _Original(Walk):
 
     def _put(self, product: Product, rows: Tensor, values: Tensor, total: int) -> None:
         keep = product.kept_outputs(self._kept).to(values.device)
-        self.places[product.name] = _Place(rows, first_half(rows, total, self._batch.size, self._batch.position), values[:, keep])
+        self.places[product.name] = _Place(
+            rows, first_half(rows, total, self._batch.size, self._batch.position), values[:, keep]
+        )
 
 
 class _Refit:
     """One weight of the cut model: as it was, the sums so far, and the fit in use."""
 
     def __init__(self, tensors: Mapping[str, Tensor], product: Product, offset: Offset | None) -> None:
-        self._weight, self._stored, self._offset = product.weight, partial(product.without_input().stored, like=product.weight), offset
+        self._weight, self._stored, self._offset = (
+            product.weight,
+            partial(product.without_input().stored, like=product.weight),
+            offset,
+        )
         self._constant = None if offset is None else tensors[offset.tensor]
-        self._weight_before = product.matrix(product.weight.detach()).to(torch.float64, copy=True)  # [G, c, taps, q]
-        self._constant_before = None if self._constant is None else self._constant.detach().to(torch.float64, copy=True)
+        self._weight_before = product.matrix(product.weight.detach()).to(
+            torch.float64, copy=True
+        )  # [G, c, taps, q]
+        self._constant_before = (
+            None if self._constant is None else self._constant.detach().to(torch.float64, copy=True)
+        )
         groups, channels, taps, outputs = self._weight_before.shape
-        self._fit = Fit(torch.zeros(groups, channels * taps, outputs).to(self._weight_before), torch.zeros(groups, outputs).to(self._weight_before))
+        self._fit = Fit(
+            torch.zeros(groups, channels * taps, outputs).to(self._weight_before),
+            torch.zeros(groups, outputs).to(self._weight_before),
+        )
         self._halves: tuple[Sums, Sums] | None = None
         self.choice: Choice | None = None
         self.size = channels * taps * max(channels * taps, outputs) * groups  # numbers in its sums
 
     @property
     def unseen_offset(self) -> Tensor:
-        """What a running mean behind the output adds to it by now, [outputs]; a bias is in the output itself."""
+        """What a running mean behind the output adds to it by now, [outputs]; a bias is in the output
+        itself.
+        """
         hidden = self._offset is not None and self._offset.sign < 0
         return self._fit.offset.flatten() if hidden else torch.zeros_like(self._fit.offset).flatten()
 
     def see(self, product: Product, place: _Place, error: Tensor) -> None:
-        """Add rows: what the weight reads, and by how much its output, as it is now, misses, [rows, outputs]."""
+        """Add rows: what the weight reads, and by how much its output, as it is now, misses, [rows,
+        outputs].
+        """
         features = product.features(place.rows).flatten(2)  # [G, rows, p]
         groups = features.shape[0]
         now = features @ self._fit.slope.to(features) + self._fit.offset[:, None].to(features)
-        missing = error.unflatten(1, (groups, -1)).transpose(0, 1) + now  # by the weight as it was: [G, rows, q]
-        new = tuple(Sums.of(features[:, half], missing[:, half]) for half in (place.first_half, ~place.first_half))
-        self._halves = (new[0], new[1]) if self._halves is None else (self._halves[0] + new[0], self._halves[1] + new[1])
+        missing = (
+            error.unflatten(1, (groups, -1)).transpose(0, 1) + now
+        )  # by the weight as it was: [G, rows, q]
+        new = tuple(
+            Sums.of(features[:, half], missing[:, half]) for half in (place.first_half, ~place.first_half)
+        )
+        self._halves = (
+            (new[0], new[1]) if self._halves is None else (self._halves[0] + new[0], self._halves[1] + new[1])
+        )
 
     def solve(self) -> None:
         """Put the best weight so far into the model."""
         assert self._halves is not None
         self.choice = choose(self._halves, self._offset is not None)
-        self._fit = self.choice.fit or Fit(torch.zeros_like(self._fit.slope), torch.zeros_like(self._fit.offset))
+        self._fit = self.choice.fit or Fit(
+            torch.zeros_like(self._fit.slope), torch.zeros_like(self._fit.offset)
+        )
         with torch.no_grad():
-            self._weight.copy_(self._stored(self._weight_before + self._fit.slope.unflatten(1, self._weight_before.shape[1:3])))
+            self._weight.copy_(
+                self._stored(
+                    self._weight_before + self._fit.slope.unflatten(1, self._weight_before.shape[1:3])
+                )
+            )
             if self._offset is not None and self._constant is not None and self._constant_before is not None:
                 self._constant.copy_(self._constant_before + self._offset.sign * self._fit.offset.flatten())
 
@@ -191,9 +242,23 @@ class _Stretch:
 class _Follow(Walk):
     """Runs the cut model, refitting each weight as it is reached."""
 
-    def __init__(self, small: nn.Module, wires: Mapping[str, Wire], places: Mapping[str, _Place], stretch: _Stretch, *, solve: bool) -> None:
+    def __init__(
+        self,
+        small: nn.Module,
+        wires: Mapping[str, Wire],
+        places: Mapping[str, _Place],
+        stretch: _Stretch,
+        *,
+        solve: bool,
+    ) -> None:
         super().__init__(small)
-        self._tensors, self._wires, self._places, self._stretch, self._solve = tensors_by_name(small), wires, places, stretch, solve
+        self._tensors, self._wires, self._places, self._stretch, self._solve = (
+            tensors_by_name(small),
+            wires,
+            places,
+            stretch,
+            solve,
+        )
         self._waiting: dict[int, tuple[Product, Tensor, Sum]] = {}
 
     def product(self, product: Product) -> Tensor:
@@ -201,7 +266,10 @@ class _Follow(Walk):
         if product.name not in self._wires:
             return out
         wire = self._wires[product.name]
-        one, place = self._stretch.at(product.name, lambda: _Refit(self._tensors, product, wire.offset)), self._places[product.name]
+        one, place = (
+            self._stretch.at(product.name, lambda: _Refit(self._tensors, product, wire.offset)),
+            self._places[product.name],
+        )
         if one is None:
             return out
         if wire.sum is not None:

@@ -1,4 +1,6 @@
-"""The report stage: scores, a plan and measurements in, one value out that is a table, JSON and an interactive page."""
+"""The report stage: scores, a plan and measurements in, one value out that is a table, JSON and an
+interactive page.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +33,15 @@ def report(
 ) -> Report:
     """Gather what there is to know about scores, a plan and what was measured.
 
-    `source` is scores or their file, from which the page lets its reader choose any plan, or the folder of a pruned
-    model, which tells about that model's plan alone. `plan` is the one to begin with: a value, a file or a folder.
-    `measured` holds numbers by model, or is a JSON file of them: {"cut": {"accuracy": 0.91, "flops": 62e6, "latency_ms": 3.1}}.
-    `latency` is a table of `latency_table` or its file: every plan then tells its predicted milliseconds.
+    `source` is scores or their file, from which the page lets its reader choose any plan, or the folder
+    of a pruned model, which tells about that model's plan alone. `plan` is the one to begin with: a
+    value, a file or a folder. `measured` holds numbers by model, or is a JSON file of them: {"cut":
+    {"accuracy": 0.91, "flops": 62e6, "latency_ms": 3.1}}. `latency` is a table of `latency_table` or its
+    file: every plan then tells its predicted milliseconds.
 
     >>> from fairpruner.types import CostModel, Spaces, UnitSpace
     >>> import numpy as np
-    >>> spaces = Spaces((UnitSpace("conv", "channel", 4, slices=()),), {}, CostModel((), (), ()), fingerprint="")
+    >>> spaces = Spaces((UnitSpace("conv", "channel", 4, slices=()),), {}, CostModel((), (), ()), "")
     >>> aligned = {"conv": np.array([0.4, 0.1, 0.2, 0.3])}
     >>> told = report(Scores(spaces, {"l1": aligned}, {"taylor": aligned}, samples=1))
     >>> told.spaces[0].kept, told.diagnosis.optimal
@@ -52,9 +55,14 @@ def report(
         chosen = _timed(allocate(scores, alpha=TOLERANCE) if plan is None else _plan(plan), table)
         return Report(name, chosen, scores, diagnose(scores, chosen), numbers, table)
     if plan is not None:
-        raise FairprunerError(f"Folder {source} holds a plan of its own, and a second one was given: give the scores first to compare plans.")
+        raise FairprunerError(
+            f"Folder {source} holds a plan of its own, and a second one was given: give the scores first to"
+            " compare plans."
+        )
     folder = Path(str(source))
-    return Report(name, _timed(_plan(folder), table), measured={**_measured_at_saving(folder), **numbers}, latency=table)
+    return Report(
+        name, _timed(_plan(folder), table), measured={**_measured_at_saving(folder), **numbers}, latency=table
+    )
 
 
 def _plan(plan: Plan | str | Path) -> Plan:
@@ -68,7 +76,9 @@ def _timed(plan: Plan, table: LatencyTable | None) -> Plan:
     if table is None:
         return plan
     check_table(table, plan.spaces)
-    return replace(plan, predicted=predict(plan.spaces, plan.removed, table), original=predict(plan.spaces, {}, table))
+    return replace(
+        plan, predicted=predict(plan.spaces, plan.removed, table), original=predict(plan.spaces, {}, table)
+    )
 
 
 def _measured_at_saving(folder: Path) -> Measured:

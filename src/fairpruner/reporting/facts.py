@@ -28,7 +28,9 @@ OUTSIDE = "(outside all spaces)"
 
 @dataclass(frozen=True)
 class SpaceFacts:
-    """One space before and after; what costs lie between several spaces is shared out evenly, so columns add up."""
+    """One space before and after; what costs lie between several spaces is shared out evenly, so columns
+    add up.
+    """
 
     space: str
     kind: str
@@ -40,7 +42,9 @@ class SpaceFacts:
 
 @dataclass(frozen=True, eq=False)
 class Report:
-    """A plan, what it does to each space, what its scores say about it, and what was measured; printing it with rich shows tables."""
+    """A plan, what it does to each space, what its scores say about it, and what was measured; printing
+    it with rich shows tables.
+    """
 
     title: str
     plan: Plan
@@ -51,7 +55,9 @@ class Report:
 
     def __post_init__(self) -> None:
         if (self.scores is None) != (self.diagnosis is None):
-            raise FairprunerError("A report holds the scores and the diagnosis that was made of them, or neither.")
+            raise FairprunerError(
+                "A report holds the scores and the diagnosis that was made of them, or neither."
+            )
         check_measured(self.measured)
 
     @property
@@ -66,9 +72,18 @@ class Report:
     def spaces(self) -> tuple[SpaceFacts, ...]:
         """Every space, and last a row without units for what lies outside them all."""
         spaces, depths = self.plan.spaces, self.plan.depths
-        before = {metric: costs_by_space(spaces, getattr(spaces.costs, metric), {}) for metric in ("params", "flops")}
-        after = {metric: costs_by_space(spaces, getattr(spaces.costs, metric), self.plan.removed) for metric in ("params", "flops")}
-        columns = {metric: list(zip(before[metric].tolist(), after[metric].tolist(), strict=True)) for metric in before}
+        before = {
+            metric: costs_by_space(spaces, getattr(spaces.costs, metric), {})
+            for metric in ("params", "flops")
+        }
+        after = {
+            metric: costs_by_space(spaces, getattr(spaces.costs, metric), self.plan.removed)
+            for metric in ("params", "flops")
+        }
+        columns = {
+            metric: list(zip(before[metric].tolist(), after[metric].tolist(), strict=True))
+            for metric in before
+        }
         rows = [
             SpaceFacts(s.name, s.kind, s.size, s.size - depths[s.name], params, flops)
             for s, params, flops in zip(spaces, columns["params"], columns["flops"], strict=False)
@@ -78,7 +93,14 @@ class Report:
     @property
     def signals(self) -> Mapping[str, Any]:
         """How the scores were made: samples, removal and protection signal; empty without scores."""
-        return {} if self.scores is None else {"samples": self.scores.samples, **dict(zip(("removal", "protection"), self.scores.active, strict=True))}
+        return (
+            {}
+            if self.scores is None
+            else {
+                "samples": self.scores.samples,
+                **dict(zip(("removal", "protection"), self.scores.active, strict=True)),
+            }
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, ready for `json.dumps`."""
@@ -117,7 +139,9 @@ def costs_by_space(spaces: Spaces, terms: Sequence[Term], removed: Mapping[str, 
     A term goes evenly to its axes, and an axis to its spaces by the indices they keep.
     """
     position = {name: s for s, name in enumerate(spaces.names)}
-    shares = np.zeros((len(spaces.costs.factors), len(spaces) + 1))  # [F, S + 1] kept indices of each axis by space
+    shares = np.zeros(
+        (len(spaces.costs.factors), len(spaces) + 1)
+    )  # [F, S + 1] kept indices of each axis by space
     for f, factor in enumerate(spaces.costs.factors):
         for name, owned in factor.owned.items():
             shares[f, position[name]] = np.delete(owned, list(removed.get(name, ()))).sum()
@@ -126,5 +150,9 @@ def costs_by_space(spaces: Spaces, terms: Sequence[Term], removed: Mapping[str, 
     total = np.zeros(len(spaces) + 1)
     for term in terms:
         cost = term.coefficient * math.prod(lengths[list(term.factors)].tolist())
-        total += cost * (shares[list(term.factors)] / lengths[list(term.factors), None]).mean(axis=0) if term.factors else cost * np.eye(len(total))[-1]
+        total += (
+            cost * (shares[list(term.factors)] / lengths[list(term.factors), None]).mean(axis=0)
+            if term.factors
+            else cost * np.eye(len(total))[-1]
+        )
     return total

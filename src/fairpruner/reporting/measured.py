@@ -12,7 +12,9 @@ import numpy as np
 
 from fairpruner.errors import FairprunerError
 
-Measured = Mapping[str, Mapping[str, float]]  # model -> number -> value: {"cut": {"accuracy": 0.91, "flops": 62e6}}
+Measured = Mapping[
+    str, Mapping[str, float]
+]  # model -> number -> value: {"cut": {"accuracy": 0.91, "flops": 62e6}}
 
 
 def measured_from(source: Measured | str | Path) -> Measured:
@@ -23,8 +25,16 @@ def measured_from(source: Measured | str | Path) -> Measured:
     """
     found = read_json(source) if isinstance(source, (str, Path)) else source
     if not isinstance(found, Mapping) or not all(isinstance(numbers, Mapping) for numbers in found.values()):
-        raise FairprunerError(f'Measured is {str(found)[:80]!r}, expected numbers by model: {{"cut": {{"accuracy": 0.91, "flops": 62e6}}}}.')
-    return {model: {name: value.item() if isinstance(value, np.generic) else value for name, value in numbers.items()} for model, numbers in found.items()}
+        raise FairprunerError(
+            f'Measured is {str(found)[:80]!r}, expected numbers by model: {{"cut": {{"accuracy": 0.91,'
+            ' "flops": 62e6}}.'
+        )
+    return {
+        model: {
+            name: value.item() if isinstance(value, np.generic) else value for name, value in numbers.items()
+        }
+        for model, numbers in found.items()
+    }
 
 
 def check_measured(measured: Measured) -> None:
@@ -32,7 +42,10 @@ def check_measured(measured: Measured) -> None:
     for model, numbers in measured.items():
         for name, value in numbers.items():
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-                raise FairprunerError(f"Measured {name!r} of {model!r} is {value!r}, expected a finite number: leave out what was not measured.")
+                raise FairprunerError(
+                    f"Measured {name!r} of {model!r} is {value!r}, expected a finite number: leave out what"
+                    " was not measured."
+                )
 
 
 def read_json(path: str | Path) -> Any:

@@ -1,4 +1,6 @@
-"""A report as one HTML file: the template with its styles, its scripts, the chart library and the report's numbers inside."""
+"""A report as one HTML file: the template with its styles, its scripts, the chart library and the
+report's numbers inside.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,13 @@ from fairpruner.core.tod import conflict_curve, removal_order
 from fairpruner.reporting.facts import Report
 
 STYLES = ("uPlot.min.css", "style.css")
-SCRIPTS = ("uPlot.iife.min.js", "allocation.js", "charts.js", "views.js", "main.js")  # each uses those before it
+SCRIPTS = (
+    "uPlot.iife.min.js",
+    "allocation.js",
+    "charts.js",
+    "views.js",
+    "main.js",
+)  # each uses those before it
 
 
 def write(report: Report, path: str | Path) -> None:
@@ -34,7 +42,9 @@ def write(report: Report, path: str | Path) -> None:
 def render(report: Report) -> str:
     """The page's text."""
     # "<" inside a script could end it; inside JSON it may always be written as an escape.
-    data = json.dumps(payload(report), ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    data = json.dumps(payload(report), ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace(
+        "<", "\\u003c"
+    )
     parts = {
         "title": html.escape(report.title),
         "styles": "\n".join(map(_asset, STYLES)),
@@ -52,7 +62,9 @@ def _asset(name: str) -> str:
 
 
 def payload(report: Report) -> Json:
-    """All that the page computes with: spaces and costs as a plan's file has them, rankings and their conflict curves."""
+    """All that the page computes with: spaces and costs as a plan's file has them, rankings and their
+    conflict curves.
+    """
     plan, scores = report.plan, report.scores
     content = plan.to_json()
     del content["spaces"]
@@ -63,9 +75,17 @@ def payload(report: Report) -> Json:
         "spaces": (plan.spaces if scores is None else scores.spaces).to_json(),
         "plan": content,
         "signals": dict(report.signals),
-        "scored": None if scores is None else [_ranking(scores, s, removal_order(scores.removal[s.name], s.groups)) for s in scores.spaces],
+        "scored": (
+            None
+            if scores is None
+            else [_ranking(scores, s, removal_order(scores.removal[s.name], s.groups)) for s in scores.spaces]
+        ),
         "given": _given(plan, scores),
-        "stability": None if report.diagnosis is None else [[row.removal_stability, row.protection_stability] for row in report.diagnosis.spaces],
+        "stability": (
+            None
+            if report.diagnosis is None
+            else [[row.removal_stability, row.protection_stability] for row in report.diagnosis.spaces]
+        ),
         "latency": None if report.latency is None else report.latency.to_json(),
         "measured": {model: dict(numbers) for model, numbers in report.measured.items()},
     }
@@ -76,20 +96,26 @@ def _given(plan: Plan, scores: Scores | None) -> list[Json] | None:
     orders = {space.name: _plan_first(plan, space, scores) for space in plan.spaces}
     if scores is None:
         return [{"order": _packed(order, np.int32)} for order in orders.values()]
-    if all(np.array_equal(orders[s.name], removal_order(scores.removal[s.name], s.groups)) for s in plan.spaces):
+    if all(
+        np.array_equal(orders[s.name], removal_order(scores.removal[s.name], s.groups)) for s in plan.spaces
+    ):
         return None
     return [_ranking(scores, space, orders[space.name]) for space in plan.spaces]
 
 
 def _plan_first(plan: Plan, space: UnitSpace, scores: Scores | None) -> Ints:
     """The units that the plan removes, then the others in removal order, [J]."""
-    order = np.arange(space.size) if scores is None else removal_order(scores.removal[space.name], space.groups)
+    order = (
+        np.arange(space.size) if scores is None else removal_order(scores.removal[space.name], space.groups)
+    )
     gone = np.array(plan.removed[space.name], dtype=np.int64)
     return np.concatenate([gone, order[~np.isin(order, gone)]])
 
 
 def _ranking(scores: Scores, space: UnitSpace, order: Ints) -> Json:
-    """One space along an order of its units, [J]: exact where plans are made of it (units, overlaps), float32 where it is drawn."""
+    """One space along an order of its units, [J]: exact where plans are made of it (units, overlaps),
+    float32 where it is drawn.
+    """
     removal, protection = scores.removal[space.name], scores.protection[space.name]
     halves = scores.halves.get(scores.active[0], {}).get(space.name)
     return {
@@ -97,8 +123,17 @@ def _ranking(scores: Scores, space: UnitSpace, order: Ints) -> Json:
         "removal": _packed(removal[order], np.float32),
         "protection": _packed(protection[order], np.float32),
         "steps": _steps(conflict_curve(_places(order), protection, space.groups).overlaps),
-        # The overlap of two removal rankings is a conflict curve too: what goes first in the other is what it protects.
-        "same": None if halves is None else _steps(conflict_curve(halves[0], -_places(removal_order(halves[1], space.groups)), space.groups).overlaps),
+        # The overlap of two removal rankings is a conflict curve too: what goes first in the other is what it
+        # protects.
+        "same": (
+            None
+            if halves is None
+            else _steps(
+                conflict_curve(
+                    halves[0], -_places(removal_order(halves[1], space.groups)), space.groups
+                ).overlaps
+            )
+        ),
     }
 
 

@@ -1,4 +1,6 @@
-"""The paper's figures as static pictures (extra `plots`): score distributions, profiles, tolerance against pruning rate, ablation curves."""
+"""The paper's figures as static pictures (extra `plots`): score distributions, profiles, tolerance
+against pruning rate, ablation curves.
+"""
 
 from __future__ import annotations
 
@@ -22,26 +24,49 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FORMATS = (".png", ".svg", ".pdf")
-BLUE, VERMILION, GREEN, GREY = "#0072b2", "#d55e00", "#009e73", "#8a949e"  # of Okabe and Ito: told apart with any colour vision
-STYLES = tuple(zip((BLUE, VERMILION, GREEN, "#cc79a7", "#e69f00", "#56b4e9"), "osD^vP", ("-", "--", "-.", ":", "-", "--"), strict=True))
+BLUE, VERMILION, GREEN, GREY = (
+    "#0072b2",
+    "#d55e00",
+    "#009e73",
+    "#8a949e",
+)  # of Okabe and Ito: told apart with any colour vision
+STYLES = tuple(
+    zip(
+        (BLUE, VERMILION, GREEN, "#cc79a7", "#e69f00", "#56b4e9"),
+        "osD^vP",
+        ("-", "--", "-.", ":", "-", "--"),
+        strict=True,
+    )
+)
 TOLERANCES = np.linspace(0, 0.99, 100)
 
 
 def plot_scores(scores: Scores, spaces: Sequence[str] | None = None) -> Figure:
-    """Sorted removal and protection scores of some spaces, the first and the last by default: the paper's score distributions.
+    """Sorted removal and protection scores of some spaces, the first and the last by default: the paper's
+    score distributions.
 
     >>> from fairpruner.types import CostModel, Spaces, UnitSpace
-    >>> known = Spaces((UnitSpace("conv", "channel", 4, slices=()),), {}, CostModel((), (), ()), fingerprint="")
+    >>> known = Spaces((UnitSpace("conv", "channel", 4, slices=()),), {}, CostModel((), (), ()), "")
     >>> aligned = {"conv": np.array([0.4, 0.1, 0.2, 0.3])}
     >>> len(plot_scores(Scores(known, {"l1": aligned}, {"taylor": aligned}, samples=1)).axes)
     2
     """
     names = scores.spaces.names
-    chosen = [scores.spaces[name].name for name in spaces] if spaces else list(dict.fromkeys((names[0], names[-1])))
+    chosen = (
+        [scores.spaces[name].name for name in spaces]
+        if spaces
+        else list(dict.fromkeys((names[0], names[-1])))
+    )
     figure = _figure(8, 2.6 * len(chosen))
     panels = figure.subplots(len(chosen), 2, squeeze=False)  # [spaces, signals]
     for row, name in zip(panels, chosen, strict=True):
-        for axes, signal, values, colour in zip(row, scores.active, (scores.removal[name], scores.protection[name]), (BLUE, VERMILION), strict=True):
+        for axes, signal, values, colour in zip(
+            row,
+            scores.active,
+            (scores.removal[name], scores.protection[name]),
+            (BLUE, VERMILION),
+            strict=True,
+        ):
             axes.stairs(np.sort(values), fill=True, color=colour)
             _label(axes, "units, sorted", "score", title=f"{name}: {signal}")
     return figure
@@ -51,7 +76,7 @@ def plot_profile(plan: Plan) -> Figure:
     """Kept and removed units of every space, beside the uniform share: the paper's pruning profile.
 
     >>> from fairpruner.types import CostModel, Spaces, UnitSpace
-    >>> spaces = Spaces((UnitSpace("conv", "channel", 4, slices=()),), {}, CostModel((), (), ()), fingerprint="")
+    >>> spaces = Spaces((UnitSpace("conv", "channel", 4, slices=()),), {}, CostModel((), (), ()), "")
     >>> plot_profile(Plan.removing(spaces, {"conv": (1,)})).axes[0].get_ylabel()
     'units kept'
     """
@@ -61,7 +86,16 @@ def plot_profile(plan: Plan) -> Figure:
     axes = figure.subplots()
     places = np.arange(len(sizes))
     axes.bar(places, kept / sizes, color=BLUE, label="kept")
-    axes.bar(places, 1 - kept / sizes, bottom=kept / sizes, color="none", edgecolor=GREY, hatch="///", linewidth=0.5, label="removed")
+    axes.bar(
+        places,
+        1 - kept / sizes,
+        bottom=kept / sizes,
+        color="none",
+        edgecolor=GREY,
+        hatch="///",
+        linewidth=0.5,
+        label="removed",
+    )
     axes.axhline(plan.share("units"), color=VERMILION, linestyle="--", label="uniform")
     axes.set_xticks(places, plan.spaces.names, rotation=60, ha="right", rotation_mode="anchor", fontsize=8)
     axes.yaxis.set_major_formatter("{x:.0%}")
@@ -74,7 +108,7 @@ def plot_tolerance(scores: Scores) -> Figure:
     """The share removed of each metric at every tolerance: the paper's pruning rate against alpha.
 
     >>> from fairpruner.types import CostModel, Spaces, UnitSpace
-    >>> spaces = Spaces((UnitSpace("conv", "channel", 4, slices=()),), {}, CostModel((), (), ()), fingerprint="")
+    >>> spaces = Spaces((UnitSpace("conv", "channel", 4, slices=()),), {}, CostModel((), (), ()), "")
     >>> aligned = {"conv": np.array([0.4, 0.1, 0.2, 0.3])}
     >>> plot_tolerance(Scores(spaces, {"l1": aligned}, {"taylor": aligned}, samples=1)).axes[0].get_xlabel()
     'tolerance'
@@ -83,7 +117,14 @@ def plot_tolerance(scores: Scores) -> Figure:
     figure = _figure(5, 3.6)
     axes = figure.subplots()
     for metric, (colour, _, line) in zip(METRICS, STYLES, strict=False):
-        axes.step(TOLERANCES, [1 - plan.share(metric) for plan in plans], where="post", color=colour, linestyle=line, label=metric)
+        axes.step(
+            TOLERANCES,
+            [1 - plan.share(metric) for plan in plans],
+            where="post",
+            color=colour,
+            linestyle=line,
+            label=metric,
+        )
     axes.yaxis.set_major_formatter("{x:.0%}")
     _label(axes, "tolerance", "removed")
     axes.legend(frameon=False)
@@ -91,9 +132,11 @@ def plot_tolerance(scores: Scores) -> Figure:
 
 
 def plot_ablation(curves: Mapping[str, Iterable[Sequence[float]]]) -> Figure:
-    """Accuracy against the share removed, one curve per method; each point is the share and then the accuracy of every trial: the paper's ablation.
+    """Accuracy against the share removed, one curve per method; each point is the share and then the
+    accuracy of every trial: the paper's ablation.
 
-    >>> plot_ablation({"ToD": [(0.1, 0.93), (0.3, 0.90)], "random": [(0.1, 0.8, 0.7), (0.3, 0.4, 0.5)]}).axes[0].get_ylabel()
+    >>> lines = {"ToD": [(0.1, 0.93), (0.3, 0.90)], "random": [(0.1, 0.8, 0.7), (0.3, 0.4, 0.5)]}
+    >>> plot_ablation(lines).axes[0].get_ylabel()
     'accuracy'
     """
     figure = _figure(5.5, 3.8)
@@ -102,7 +145,10 @@ def plot_ablation(curves: Mapping[str, Iterable[Sequence[float]]]) -> Figure:
         colour, marker, line = STYLES[position % len(STYLES)]
         rows = sorted(tuple(map(float, point)) for point in points)
         if not rows or min(map(len, rows)) < 2:
-            raise FairprunerError(f"Curve {method!r} needs points of a share removed and at least one accuracy, found {rows[:1] or 'none'}.")
+            raise FairprunerError(
+                f"Curve {method!r} needs points of a share removed and at least one accuracy, found"
+                f" {rows[:1] or 'none'}."
+            )
         removed = [row[0] for row in rows]
         mean, spread = (np.array([measure(row[1:]) for row in rows]) for measure in (np.mean, np.std))
         axes.plot(removed, mean, color=colour, marker=marker, linestyle=line, label=method)
@@ -133,7 +179,10 @@ def save_figure(figure: Figure, path: str | Path) -> None:
     """Write a figure as PNG, SVG or PDF, as the name says."""
     ending = Path(path).suffix.lower()
     if ending not in FORMATS:
-        raise FairprunerError(f"A figure cannot be written as {ending or 'a file without an ending'!r}: name it *{', *'.join(FORMATS)}.")
+        raise FairprunerError(
+            f"A figure cannot be written as {ending or 'a file without an ending'!r}: name it"
+            f" *{', *'.join(FORMATS)}."
+        )
     with written_whole(path) as temporary:
         figure.savefig(temporary, format=ending[1:], dpi=160)
 

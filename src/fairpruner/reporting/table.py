@@ -16,31 +16,51 @@ def render(report: Report) -> Group:
         parts.append(report.diagnosis)
     if report.measured:
         parts.append(_measured(report))
-    return Group(*parts, *(f"Left out {name}: {reason}" for name, reason in report.plan.spaces.left_out.items()))
+    return Group(
+        *parts, *(f"Left out {name}: {reason}" for name, reason in report.plan.spaces.left_out.items())
+    )
 
 
 def _totals(report: Report) -> Group:
-    rows = [(m, amount(report.before[m]), amount(kept), f"{report.plan.share(m):.1%}") for m, kept in report.after.items()]
-    return table_of(f"{report.title}: {describe_plan(report.plan)}", ("", "before", "after", "kept"), rows, notes=["FLOPs are multiply-accumulates (MACs)."])
+    rows = [
+        (m, amount(report.before[m]), amount(kept), f"{report.plan.share(m):.1%}")
+        for m, kept in report.after.items()
+    ]
+    return table_of(
+        f"{report.title}: {describe_plan(report.plan)}",
+        ("", "before", "after", "kept"),
+        rows,
+        notes=["FLOPs are multiply-accumulates (MACs)."],
+    )
 
 
 def _spaces(report: Report) -> Group:
     rows = [(r.space, r.kind, r.size, r.kept, *map(_change, (r.params, r.flops))) for r in report.spaces]
-    sums = [sum(column) for column in zip(*((r.size, r.kept, *r.params, *r.flops) for r in report.spaces), strict=True)]
+    sums = [
+        sum(column)
+        for column in zip(*((r.size, r.kept, *r.params, *r.flops) for r in report.spaces), strict=True)
+    ]
     total = ("total", "", sums[0], sums[1], _change((sums[2], sums[3])), _change((sums[4], sums[5])))
     return table_of(
-        "Spaces", ("space", "kind", "units", "kept", "params", "FLOPs"), [*rows, total], notes=["What lies between two spaces counts half to each."]
+        "Spaces",
+        ("space", "kind", "units", "kept", "params", "FLOPs"),
+        [*rows, total],
+        notes=["What lies between two spaces counts half to each."],
     )
 
 
 def _measured(report: Report) -> Group:
     numbers = list(dict.fromkeys(name for values in report.measured.values() for name in values))
-    rows = [(model, *(_number(values.get(name)) for name in numbers)) for model, values in report.measured.items()]
+    rows = [
+        (model, *(_number(values.get(name)) for name in numbers)) for model, values in report.measured.items()
+    ]
     return table_of("Measured", ("", *numbers), rows)
 
 
 def _change(pair: tuple[float, float]) -> str:
-    return " → ".join(f"{value:,.1f}".removesuffix(".0") for value in pair)  # halves show, so that columns add up
+    return " → ".join(
+        f"{value:,.1f}".removesuffix(".0") for value in pair
+    )  # halves show, so that columns add up
 
 
 def _number(value: float | None) -> str:

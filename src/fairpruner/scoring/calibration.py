@@ -1,4 +1,6 @@
-"""The one calibration pass: each batch goes forward and backward once, and every signal sees what it asked for."""
+"""The one calibration pass: each batch goes forward and backward once, and every signal sees what it
+asked for.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,14 @@ from fairpruner.scoring.signals.classes import ClassGroups
 class Calibration:
     """The forward and backward that all signals share."""
 
-    def __init__(self, model: nn.Module, spaces: Spaces, loss: Loss | None, choices: Sequence[Choice], grouping: ClassGroups | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        spaces: Spaces,
+        loss: Loss | None,
+        choices: Sequence[Choice],
+        grouping: ClassGroups | None,
+    ) -> None:
         self._model, self._loss, self._grouping = model, loss, grouping
         kinds: dict[Need, set[Kind]] = {}  # of the spaces on which each need arises
         for choice in choices:
@@ -40,17 +49,27 @@ class Calibration:
 
         self.needs = frozenset(kinds)
         self._backward = bool(self.needs & {"gradients", "gates", "routed_gradients"})
-        self._comparing = [signal.name for choice in choices for signal in choice.signals if signal.compares_classes]
+        self._comparing = [
+            signal.name for choice in choices for signal in choice.signals if signal.compares_classes
+        ]
         self._on_tokens = False  # the loss is a mean over tokens, not over samples
         watched: tuple[Need, ...] = ("activations", "gates", "deletions")
         blocks = expert_blocks(model)
         lists = expert_lists(model)
-        self._reads = reads_of(model, needing(*watched), observed_only=not self.needs & {"gates", "deletions"}, lists=lists)
+        self._reads = reads_of(
+            model, needing(*watched), observed_only=not self.needs & {"gates", "deletions"}, lists=lists
+        )
         observing = needing("activations")
-        self._observed = {read for read in self._reads if read.space in observing and read.part in observed_parts(read.space, lists)}
+        self._observed = {
+            read
+            for read in self._reads
+            if read.space in observing and read.part in observed_parts(read.space, lists)
+        }
         self._hooked: dict[Read, nn.Module] = {}
         routed = {space.name for space in needing("routing", "routed_gradients", "routed_losses")}
-        holders = {read.expert[0] if read.expert else read.part.tensor.rpartition(".")[0] for read in self._reads}  # of hidden units inside experts, too
+        holders = {
+            read.expert[0] if read.expert else read.part.tensor.rpartition(".")[0] for read in self._reads
+        }  # of hidden units inside experts, too
         self._blocks = tuple(block for block in blocks if block.name in routed or block.experts in holders)
         self._fused = tuple(block for block in self._blocks if block.experts not in lists)
         parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -65,7 +84,10 @@ class Calibration:
         calls: list[Call] = []
 
         def run() -> None:
-            with torch.set_grad_enabled(bool(self._blocks)), watching_experts(self._model, self._blocks, calls.append):
+            with (
+                torch.set_grad_enabled(bool(self._blocks)),
+                watching_experts(self._model, self._blocks, calls.append),
+            ):
                 outputs.append(forward(self._model, first.rows(0, 1)))
 
         self._hooked = find_hooks(self._model, self._reads, run)
@@ -76,7 +98,9 @@ class Calibration:
         return max(named, logits.shape[1]) if logits is not None and logits.ndim == 2 else named
 
     def spaces_at(self, name: str) -> set[str]:
-        """The spaces that cannot be scored if what has this name, a space or a block of experts, is not seen."""
+        """The spaces that cannot be scored if what has this name, a space or a block of experts, is not
+        seen.
+        """
         experts = tuple(f"{block.experts}." for block in self._blocks if block.name == name)
         return {name, *(read.space.name for read in self._reads if read.part.tensor.startswith(experts))}
 
@@ -87,10 +111,14 @@ class Calibration:
         gates: list[tuple[Read, Tensor, int]] = []
         calls: list[Call] = []
         shown: set[Read] = set()
-        parted: dict[Read, list[Tensor]] = {}  # what listed experts read, each of tokens of its own: [rows, C] of every call
+        parted: dict[
+            Read, list[Tensor]
+        ] = {}  # what listed experts read, each of tokens of its own: [rows, C] of every call
 
         def visit(read: Read, source: Tensor, axis: int) -> Tensor:
-            # A weight that is called several times is observed at its first call, at once: later the tensor may have been changed in place.
+            # A weight that is called several times is observed at its first call, at once: later the
+            # tensor
+            # may have been changed in place.
             if read in self._observed and read.expert:
                 parted.setdefault(read, []).append(rows_along(source.detach(), axis).clone())
             elif read in self._observed and read not in shown:
@@ -105,7 +133,11 @@ class Calibration:
 
         if self._backward or self._observed or self._blocks:
             routing = watching_experts(self._model, self._blocks, calls.append)
-            with torch.set_grad_enabled(self._backward or bool(self._blocks)), watching(self._reads, visit, self._hooked), routing:
+            with (
+                torch.set_grad_enabled(self._backward or bool(self._blocks)),
+                watching(self._reads, visit, self._hooked),
+                routing,
+            ):
                 output = forward(self._model, batch)
             tallies = self._tallies(calls, output, batch)
             show_experts(parted, calls, labels, batch, parts)
@@ -119,7 +151,11 @@ class Calibration:
                 part.meter.see_gates(terms, step)
             for call, slopes in zip(followed, slopes_of(followed, found[len(gates) :]), strict=True):
                 # The gradient is that of the mean loss: times the samples, it is the sum over them.
-                _add(tallies[call.block.name], "weighted_term", call.by_expert(slopes * call.weight) * step.samples)
+                _add(
+                    tallies[call.block.name],
+                    "weighted_term",
+                    call.by_expert(slopes * call.weight) * step.samples,
+                )
         if self._blocks:
             for part in parts:
                 part.meter.see_routing(tallies, step)
@@ -136,15 +172,20 @@ class Calibration:
             if block.name not in exact:
                 raise Unseen(
                     block.name,
-                    f"Block {block.name!r} calls its {type(experts).__name__} in a way that is not known, so its routing cannot be seen: leave it out with skip={block.name!r} in discover, or score experts with removal='l2' and protection='deletion'.",
+                    f"Block {block.name!r} calls its {type(experts).__name__} in a way that is not known, so"
+                    f" its routing cannot be seen: leave it out with skip={block.name!r} in discover, or"
+                    " score experts with removal='l2' and protection='deletion'.",
                 )
             if not exact[block.name] and self.needs & {"routed_gradients", "routed_losses"}:
                 raise FairprunerError(
-                    f"The experts of block {block.name!r} hold parameters outside of linear and norm modules, so routed_taylor cannot follow them: give another protection signal for experts, such as 'deletion'."
+                    f"The experts of block {block.name!r} hold parameters outside of linear and norm modules,"
+                    " so routed_taylor cannot follow them: give another protection signal for experts, such"
+                    " as 'deletion'."
                 )
         if "routed_losses" in self.needs and not self._on_tokens:
             raise FairprunerError(
-                "Signal 'routed_taylor_exact' needs the loss of every token, which only the default loss of a language model has: use protection='routed_taylor'."
+                "Signal 'routed_taylor_exact' needs the loss of every token, which only the default loss of a"
+                " language model has: use protection='routed_taylor'."
             )
 
     def _tallies(self, calls: Sequence[Call], output: Any, batch: Batch) -> dict[str, dict[str, Tensor]]:
@@ -171,21 +212,30 @@ class Calibration:
             return self._grouping(batch.class_labels())
         if self._comparing and batch.labels.ndim > 1 and real_tokens(batch.inputs) is not None:
             raise FairprunerError(
-                f"Signal {self._comparing[0]!r} compares classes, and batch {batch.position} has none: its labels are {describe(batch.labels)}. Give each sample a class, or choose a removal signal without: activation, reconstruction, l2."
+                f"Signal {self._comparing[0]!r} compares classes, and batch {batch.position} has none: its"
+                f" labels are {describe(batch.labels)}. Give each sample a class, or choose a removal signal"
+                " without: activation, reconstruction, l2."
             )
         return batch.class_labels() if self._comparing else batch.labels
 
-    def _gradients(self, loss: Tensor, gates: Sequence[Tensor], batch: Batch) -> tuple[dict[str, Tensor], list[Tensor | None]]:
+    def _gradients(
+        self, loss: Tensor, gates: Sequence[Tensor], batch: Batch
+    ) -> tuple[dict[str, Tensor], list[Tensor | None]]:
         """Gradients of the mean loss by parameter and for the gates; no `.grad` is touched."""
         if not loss.requires_grad:
-            raise FairprunerError("The loss has no gradient: compute it from the model's output with torch functions, without detach or item.")
+            raise FairprunerError(
+                "The loss has no gradient: compute it from the model's output with torch functions, without"
+                " detach or item."
+            )
         weights = self.weights if "gradients" in self.needs else {}
         try:
             found = torch.autograd.grad(loss, [*weights.values(), *gates], allow_unused=True)
         except RuntimeError as error:
             raise FairprunerError(f"The backward pass failed on batch {batch.position}: {error}") from error
         named = zip(weights, found[: len(weights)], strict=True)
-        return {name: gradient for name, gradient in named if gradient is not None}, list(found[len(weights) :])
+        return {name: gradient for name, gradient in named if gradient is not None}, list(
+            found[len(weights) :]
+        )
 
     def _loss_changes(self, batch: Batch) -> Callable[[UnitSpace, int], float]:
         def loss_without(space: UnitSpace | None, unit: int) -> float:
@@ -198,7 +248,9 @@ class Calibration:
             with ExitStack() as stack:
                 stack.enter_context(torch.no_grad())
                 stack.enter_context(watching(self._reads, visit, self._hooked))
-                stack.enter_context(watching_experts(self._model, self._fused, lambda call: None))  # shows what fused experts read
+                stack.enter_context(
+                    watching_experts(self._model, self._fused, lambda call: None)
+                )  # shows what fused experts read
                 if space is not None and space.kind == "expert":
                     stack.enter_context(without_expert(self._model, space, unit))
                 return float(mean_loss(self._loss, forward(self._model, batch), batch))
@@ -213,13 +265,18 @@ def _add(sums: dict[str, Tensor], quantity: str, total: Tensor) -> None:
 
 @contextmanager
 def learning(model: nn.Module, weights: Collection[nn.Parameter]) -> Iterator[None]:
-    """Only these weights get gradients inside, so that nothing is kept for those of the others; afterwards all are as they were."""
+    """Only these weights get gradients inside, so that nothing is kept for those of the others;
+    afterwards all are as they were.
+    """
     if any(parameter.is_inference() for parameter in model.parameters()):
         raise FairprunerError(
-            f"The {type(model).__name__} was made under torch.inference_mode, so that no gradient can pass: make it outside, or give copy.deepcopy(model)."
+            f"The {type(model).__name__} was made under torch.inference_mode, so that no gradient can pass:"
+            " make it outside, or give copy.deepcopy(model)."
         )
     wanted = {id(weight) for weight in weights}
-    changed = [parameter for parameter in model.parameters() if parameter.requires_grad != (id(parameter) in wanted)]
+    changed = [
+        parameter for parameter in model.parameters() if parameter.requires_grad != (id(parameter) in wanted)
+    ]
     try:
         for parameter in changed:
             parameter.requires_grad_(not parameter.requires_grad)

@@ -1,4 +1,6 @@
-"""Several processes scoring together: each takes its share of the batches, and what they summed up is joined."""
+"""Several processes scoring together: each takes its share of the batches, and what they summed up is
+joined.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,16 @@ class Processes:
 
     @staticmethod
     def current() -> Processes:
-        """The job this process belongs to; one that a launcher has started but not yet connected is connected now."""
+        """The job this process belongs to; one that a launcher has started but not yet connected is
+        connected now.
+        """
         if not dist.is_available():
             return Processes()
-        if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1 and "MASTER_ADDR" in os.environ:
+        if (
+            not dist.is_initialized()
+            and int(os.environ.get("WORLD_SIZE", "1")) > 1
+            and "MASTER_ADDR" in os.environ
+        ):
             dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
         return Processes(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Processes()
 
@@ -72,5 +80,6 @@ def _together() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise FairprunerError(
-            f"Another process of this job has died or left before the scores were joined, so there are none: look at its output and start again. ({error})"
+            "Another process of this job has died or left before the scores were joined, so there are none:"
+            f" look at its output and start again. ({error})"
         ) from error

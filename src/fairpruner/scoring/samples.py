@@ -1,6 +1,7 @@
 """What signals are shown of a batch: for each space what its consumers read, as samples.
 
-A sample is an input, or of texts a real token. Inside listed experts it is a pair of a token and an expert that it was sent to.
+A sample is an input, or of texts a real token. Inside listed experts it is a pair of a token and an
+expert that it was sent to.
 """
 
 from __future__ import annotations
@@ -36,12 +37,16 @@ Parts = Sequence[Part]
 
 def show(read: Read, source: Tensor, axis: int, labels: Tensor, batch: Batch, parts: Parts) -> None:
     """Show what a weight reads to the signals that score its space."""
-    with torch.autocast(source.device.type, enabled=False):  # the model may run in low precision, the signals do not
+    with torch.autocast(
+        source.device.type, enabled=False
+    ):  # the model may run in low precision, the signals do not
         for pooled, some in _by_pooling(read.space, parts):
             _hand_over(read, *_seen(read, source, axis, labels, batch, pooled=pooled), batch, some)
 
 
-def show_experts(parted: Mapping[Read, Sequence[Tensor]], calls: Sequence[Call], labels: Tensor, batch: Batch, parts: Parts) -> None:
+def show_experts(
+    parted: Mapping[Read, Sequence[Tensor]], calls: Sequence[Call], labels: Tensor, batch: Batch, parts: Parts
+) -> None:
     """Show what the experts of each list read, [rows, C] in every call of each."""
     texts = real_tokens(batch.inputs) is not None
     for space in dict.fromkeys(read.space for read in parted):
@@ -52,17 +57,30 @@ def show_experts(parted: Mapping[Read, Sequence[Tensor]], calls: Sequence[Call],
         if not len(sample):
             continue
         with torch.autocast(sample.device.type, enabled=False):
-            chosen = [(read, rows[counted]) for (read, rows), (_, counted) in zip(own.items(), places, strict=True) if counted.any()]
-            activation = torch.cat([read.by_unit(rows, -1, len(rows)) for read, rows in chosen])  # [P, J, F]
+            chosen = [
+                (read, rows[counted])
+                for (read, rows), (_, counted) in zip(own.items(), places, strict=True)
+                if counted.any()
+            ]
+            # [P, J, F]
+            activation = torch.cat([read.by_unit(rows, -1, len(rows)) for read, rows in chosen])
             for pooled, some in _by_pooling(space, parts):
-                shown, present = _means(activation, sample, batch.size) if pooled and texts else (activation, sample)
+                shown, present = (
+                    _means(activation, sample, batch.size) if pooled and texts else (activation, sample)
+                )
                 _hand_over(read, shown, labels[present], batch, some)
 
 
 def gate_terms(
-    gates: Sequence[tuple[Read, Tensor, int]], gradients: Sequence[Tensor | None], calls: Sequence[Call], batch: Batch, step: Step
+    gates: Sequence[tuple[Read, Tensor, int]],
+    gradients: Sequence[Tensor | None],
+    calls: Sequence[Call],
+    batch: Batch,
+    step: Step,
 ) -> dict[str, Tensor]:
-    """<activation, gradient of each sample's own loss> of every unit, over all that read it: space -> [N, J]."""
+    """<activation, gradient of each sample's own loss> of every unit, over all that read it: space -> [N,
+    J].
+    """
     terms: dict[str, Tensor] = {}
     parted: dict[Read, list[Tensor]] = {}  # [rows, J] of every call of an expert
     for (read, gate, axis), gradient in zip(gates, gradients, strict=True):
@@ -71,8 +89,12 @@ def gate_terms(
         samples = gate.numel() // gate.shape[axis] if read.expert else batch.size
         if samples:
             shown = (rows_along(t.detach(), axis) if read.expert else t.detach() for t in (gate, gradient))
-            activation, slope = (read.by_unit(t, -1 if read.expert else axis, samples) for t in shown)  # [N, J, F]
-            term = (activation * slope).sum(2, dtype=torch.float64 if gate.dtype == torch.float64 else torch.float32) * step.samples
+            activation, slope = (
+                read.by_unit(t, -1 if read.expert else axis, samples) for t in shown
+            )  # [N, J, F]
+            term = (activation * slope).sum(
+                2, dtype=torch.float64 if gate.dtype == torch.float64 else torch.float32
+            ) * step.samples
             if read.expert:
                 parted.setdefault(read, []).append(term)
             else:
@@ -80,7 +102,9 @@ def gate_terms(
     for read, rows in parted.items():
         term = torch.cat(rows)
         sample, _ = _places(read, calls, batch, len(term))
-        terms[read.space.name] = terms.get(read.space.name, term.new_zeros(batch.size, term.shape[1])).index_add(0, sample, term)
+        terms[read.space.name] = terms.get(
+            read.space.name, term.new_zeros(batch.size, term.shape[1])
+        ).index_add(0, sample, term)
     return terms
 
 
@@ -97,10 +121,16 @@ def _pools(part: Part) -> bool:
     return part.meter.pools_tokens
 
 
-def _seen(read: Read, source: Tensor, axis: int, labels: Tensor, batch: Batch, *, pooled: bool) -> tuple[Tensor, Tensor]:
-    """What a signal is shown, [N, J, F], and the labels: of texts, each real token is a sample, or if `pooled` their mean; padding is never seen."""
+def _seen(
+    read: Read, source: Tensor, axis: int, labels: Tensor, batch: Batch, *, pooled: bool
+) -> tuple[Tensor, Tensor]:
+    """What a signal is shown, [N, J, F], and the labels: of texts, each real token is a sample, or if
+    `pooled` their mean; padding is never seen.
+    """
     real = real_tokens(batch.inputs, read.part.tensor)
-    if real is not None and read.weight.ndim == 3:  # stacked experts read a token once for each that it was sent to
+    if (
+        real is not None and read.weight.ndim == 3
+    ):  # stacked experts read a token once for each that it was sent to
         real = real.repeat_interleave(max(1, source.shape[0] // real.numel()), dim=1)
     if real is None or axis != -1 or source.shape[:-1].numel() != real.numel():
         return read.by_unit(source, axis, batch.size), labels
@@ -112,7 +142,9 @@ def _seen(read: Read, source: Tensor, axis: int, labels: Tensor, batch: Batch, *
 
 
 def _places(read: Read, calls: Sequence[Call], batch: Batch, rows: int) -> tuple[Tensor, Tensor]:
-    """The sample of every row that a listed expert read, and whether the row counts: it is no padding, and was sent there; [rows] each."""
+    """The sample of every row that a listed expert read, and whether the row counts: it is no padding,
+    and was sent there; [rows] each.
+    """
     assert read.expert is not None
     path, number = read.expert
     samples, counted = [], []
@@ -129,13 +161,17 @@ def _places(read: Read, calls: Sequence[Call], batch: Batch, rows: int) -> tuple
     if len(sample) != rows or (rows and int(sample.max()) >= batch.size):
         raise Unseen(
             read.space.name,
-            f"Space {read.space.name!r} cannot be observed: {read.part.tensor} reads {rows} rows, of which {len(sample)} could be told which of the {batch.size} samples they belong to. Leave it out with skip={read.space.name!r} in discover.",
+            f"Space {read.space.name!r} cannot be observed: {read.part.tensor} reads {rows} rows, of which"
+            f" {len(sample)} could be told which of the {batch.size} samples they belong to. Leave it out"
+            f" with skip={read.space.name!r} in discover.",
         )
     return sample, torch.cat(counted)
 
 
 def _means(activation: Tensor, sample: Tensor, samples: int) -> tuple[Tensor, Tensor]:
-    """The mean over the rows of each sample that has some, and which these are: [P, J, F] -> [n, J, F] and [n]."""
+    """The mean over the rows of each sample that has some, and which these are: [P, J, F] -> [n, J, F]
+    and [n].
+    """
     counts = torch.bincount(sample, minlength=samples)
     wide = activation if activation.dtype == torch.float64 else activation.float()
     sums = wide.new_zeros(samples, *wide.shape[1:]).index_add(0, sample, wide)
@@ -147,7 +183,8 @@ def _hand_over(read: Read, activation: Tensor, labels: Tensor, batch: Batch, par
     # The sum is quick and shows nearly every flaw; only if it looks bad are all values examined.
     if not torch.isfinite(activation.sum()) and not torch.isfinite(activation).all():
         raise FairprunerError(
-            f"Space {read.space.name!r} has NaN or infinite activations in batch {batch.position}: look at that batch and at the weights before {read.part.tensor}."
+            f"Space {read.space.name!r} has NaN or infinite activations in batch {batch.position}: look at"
+            f" that batch and at the weights before {read.part.tensor}."
         )
     for part in parts:
         with _blaming(part.signal.name, read.space):
@@ -156,10 +193,14 @@ def _hand_over(read: Read, activation: Tensor, labels: Tensor, batch: Batch, par
 
 @contextmanager
 def _blaming(signal: str, space: UnitSpace) -> Iterator[None]:
-    """An own signal's failure told as such: it comes up inside the model's forward, which is not to blame."""
+    """An own signal's failure told as such: it comes up inside the model's forward, which is not to
+    blame.
+    """
     try:
         yield
     except FairprunerError:
         raise
     except Exception as error:
-        raise FairprunerError(f"Signal {signal!r} failed on space {space.name!r}: {type(error).__name__}: {error}") from error
+        raise FairprunerError(
+            f"Signal {signal!r} failed on space {space.name!r}: {type(error).__name__}: {error}"
+        ) from error

@@ -1,4 +1,6 @@
-"""Score: spaces + calibration data -> removal and protection numbers, in one forward and backward over the data for all signals."""
+"""Score: spaces + calibration data -> removal and protection numbers, in one forward and backward over
+the data for all signals.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ from fairpruner.scoring.signals.choosing import Asked, ByKind, Choice, choose, d
 from fairpruner.scoring.signals.classes import ClassGroups, group_classes
 from fairpruner.terminal import progress
 
-# Rank correlations of two halves of the data, below which the ranks of experts are noise; about 50,000 tokens for 60 experts (benchmarks/routing.py).
+# Rank correlations of two halves of the data, below which the ranks of experts are noise; about 50,000
+# tokens
+# for 60 experts (benchmarks/routing.py).
 STABLE: dict[Role, float] = {"removal": 0.9, "protection": 0.4}
 MORE = "Give more tokens, of all kinds of text that matter; 100,000 are a good start."
 
@@ -49,13 +53,15 @@ def score(
     groups: int | None = None,
     seed: int = 0,
 ) -> Scores:
-    """Give every unit a removal number (the paper's U-Score) and a protection number (its R-Score); the model stays as it is.
+    """Give every unit a removal number (the paper's U-Score) and a protection number (its R-Score); the
+    model stays as it is.
 
-    `data` yields batches: (input, label) or dicts. `loss(output, label)` is a mean over the batch, cross-entropy
-    on the logits by default. `removal` and `protection` name one signal or several, of which the first is active; a
-    mapping such as {"head": "activation", "expert": "reap"} is one, and left out, each kind of space has its own.
-    `groups` compares groups of similar classes in place of single classes. Started in several processes, each given the
-    same data, they share the batches out and all return the same scores.
+    `data` yields batches: (input, label) or dicts. `loss(output, label)` is a mean over the batch,
+    cross-entropy on the logits by default. `removal` and `protection` name one signal or several, of
+    which the first is active; a mapping such as {"head": "activation", "expert": "reap"} is one, and left
+    out, each kind of space has its own. `groups` compares groups of similar classes in place of single
+    classes. Started in several processes, each given the same data, they share the batches out and all
+    return the same scores.
 
     >>> from fairpruner.discovery import discover
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -64,7 +70,10 @@ def score(
     >>> scores.samples, scores.active, scores.removal["0"].shape
     (32, ('wasserstein', 'taylor'), (8,))
     """
-    asked: dict[Role, tuple[ByKind, ...] | None] = {"removal": resolve("removal", removal), "protection": resolve("protection", protection)}
+    asked: dict[Role, tuple[ByKind, ...] | None] = {
+        "removal": resolve("removal", removal),
+        "protection": resolve("protection", protection),
+    }
     check_has_numbers(model)
     # Loaders draw from the random state too, so reading the data is part of what is undone.
     with torch.inference_mode(False), torch.enable_grad(), evaluating(model):
@@ -89,34 +98,60 @@ class _Pass:
     processes: Processes
 
     def over(self, spaces: Spaces | None) -> tuple[Spaces, Readings, int]:
-        """The spaces scored, the outcome of every signal, and the number of samples; what signals cannot look at is left out with a warning."""
+        """The spaces scored, the outcome of every signal, and the number of samples; what signals cannot
+        look at is left out with a warning.
+        """
         device = next(itertools.chain(self.model.parameters(), self.model.buffers()), torch.empty(0)).device
-        grouping = _group(self.model, self.data, device, self.groups, self.seed) if self.groups is not None else None
+        grouping = (
+            _group(self.model, self.data, device, self.groups, self.seed) if self.groups is not None else None
+        )
         while True:
             batches = read_batches(self.data, device)
             first = next(batches, None)
             if first is None:
-                raise FairprunerError("The data holds no samples: give a loader, or a list of batches, that yields at least one.")
+                raise FairprunerError(
+                    "The data holds no samples: give a loader, or a list of batches, that yields at least"
+                    " one."
+                )
             spaces = _spaces(self.model, spaces, first)
-            chosen = {role: choose(role, wanted or (defaults(role, first.has_classes),), spaces) for role, wanted in self.asked.items()}
+            chosen = {
+                role: choose(role, wanted or (defaults(role, first.has_classes),), spaces)
+                for role, wanted in self.asked.items()
+            }
             calibration = Calibration(self.model, spaces, self.loss, _distinct(chosen), grouping)
             try:
                 return spaces, *self._readings(calibration, chosen, spaces, first, batches)
             except Unseen as unseen:
                 left = calibration.spaces_at(unseen.name).intersection(spaces.names)
-                if len(left) in (0, len(spaces)) or isinstance(self.data, Iterator) or self.processes.size > 1:  # nothing would be left, or no second try
+                if (
+                    len(left) in (0, len(spaces))
+                    or isinstance(self.data, Iterator)
+                    or self.processes.size > 1
+                ):  # nothing would be left, or no second try
                     raise
-                warnings.warn(f"Left out of the scores: {', '.join(sorted(left))}. {unseen}", FairprunerWarning, stacklevel=3)
+                warnings.warn(
+                    f"Left out of the scores: {', '.join(sorted(left))}. {unseen}",
+                    FairprunerWarning,
+                    stacklevel=3,
+                )
                 spaces = spaces.without(dict.fromkeys(left, str(unseen)))
 
     def _readings(
-        self, calibration: Calibration, chosen: Mapping[Role, Sequence[Choice]], spaces: Spaces, first: Batch, batches: Iterator[Batch]
+        self,
+        calibration: Calibration,
+        chosen: Mapping[Role, Sequence[Choice]],
+        spaces: Spaces,
+        first: Batch,
+        batches: Iterator[Batch],
     ) -> tuple[Readings, int]:
         with learning(self.model, calibration.weights.values()):
             expected = calibration.look(first)
             classes = expected if self.groups is None else self.groups
             tasks = {role: Task(self.model, spaces, role, classes, self.seed) for role in chosen}
-            parts = {role: [part for choice in chosen[role] for part in _start(choice, task)] for role, task in tasks.items()}
+            parts = {
+                role: [part for choice in chosen[role] for part in _start(choice, task)]
+                for role, task in tasks.items()
+            }
             everything = [part for of_role in parts.values() for part in of_role]
             samples = 0
             shared = self.processes.share(itertools.chain([first], batches))
@@ -134,11 +169,15 @@ class _Pass:
 
 
 def _distinct(chosen: Mapping[Role, Sequence[Choice]]) -> list[Choice]:
-    """All choices; one name may serve both roles only for signals that see no data, which have no halves to confuse."""
+    """All choices; one name may serve both roles only for signals that see no data, which have no halves
+    to confuse.
+    """
     choices = [choice for of_role in chosen.values() for choice in of_role]
     seen = [choice.name for choice in choices if any(signal.needs for signal in choice.signals)]
     if len(set(seen)) != len(seen):
-        raise FairprunerError(f"A removal and a protection signal share a name, found {sorted(seen)}: rename one.")
+        raise FairprunerError(
+            f"A removal and a protection signal share a name, found {sorted(seen)}: rename one."
+        )
     return choices
 
 
@@ -154,29 +193,40 @@ def _read(parts: Sequence[Part]) -> dict[str, Reading]:
     found: dict[str, Reading] = {}
     for part in parts:
         reading, before = part.meter.read(), found.get(part.name, Reading({}))
-        merged = ({**getattr(before, field.name), **getattr(reading, field.name)} for field in fields(Reading))
+        merged = (
+            {**getattr(before, field.name), **getattr(reading, field.name)} for field in fields(Reading)
+        )
         found[part.name] = Reading(*merged)
     return found
 
 
 def _spaces(model: nn.Module, spaces: Spaces | None, first: Batch) -> Spaces:
-    """The spaces to score, found from the first sample if none are given, and checked to be the model's own."""
+    """The spaces to score, found from the first sample if none are given, and checked to be the model's
+    own.
+    """
     if spaces is None:
         spaces = discover(model, first.rows(0, 1).inputs)
     if spaces.fingerprint != fingerprint(model):
         raise FairprunerError(
-            f"The spaces belong to another model: their fingerprint is {spaces.fingerprint}, this {type(model).__name__} has {fingerprint(model)}. Discover them again."
+            f"The spaces belong to another model: their fingerprint is {spaces.fingerprint}, this"
+            f" {type(model).__name__} has {fingerprint(model)}. Discover them again."
         )
     if not len(spaces):
-        raise FairprunerError(f"There is nothing to score in {type(model).__name__}: no spaces were given, and {len(spaces.left_out)} were left out.")
+        raise FairprunerError(
+            f"There is nothing to score in {type(model).__name__}: no spaces were given, and"
+            f" {len(spaces.left_out)} were left out."
+        )
     return spaces
 
 
-def _group(model: nn.Module, data: Iterable[Any], device: torch.device, groups: int, seed: int) -> ClassGroups:
+def _group(
+    model: nn.Module, data: Iterable[Any], device: torch.device, groups: int, seed: int
+) -> ClassGroups:
     """Cluster the classes by their mean penultimate features, in a forward pass of its own."""
     if isinstance(data, Iterator):
         raise FairprunerError(
-            f"groups={groups} needs to read the data twice, and a {type(data).__name__} can be read once: give a loader or a list of batches."
+            f"groups={groups} needs to read the data twice, and a {type(data).__name__} can be read once:"
+            " give a loader or a list of batches."
         )
 
     def features() -> Iterator[tuple[Tensor, Tensor]]:
@@ -191,22 +241,36 @@ def _group(model: nn.Module, data: Iterable[Any], device: torch.device, groups: 
 
 
 def _warn_of_noise(scores: Scores) -> None:
-    """Tell the caller when two halves of the data rank the experts too differently: the ranks of rarely used ones settle slowly."""
+    """Tell the caller when two halves of the data rank the experts too differently: the ranks of rarely
+    used ones settle slowly.
+    """
     if scores.samples == 1 and any(space.kind == "expert" for space in scores.spaces):
-        warnings.warn(f"One sample cannot rank experts: nothing tells what another would say. {MORE}", FairprunerWarning, stacklevel=3)
+        warnings.warn(
+            f"One sample cannot rank experts: nothing tells what another would say. {MORE}",
+            FairprunerWarning,
+            stacklevel=3,
+        )
     for (role, expected), signal in zip(STABLE.items(), scores.active, strict=True):
         halves = scores.halves.get(signal, {})
-        agreement = [spearman(*halves[space.name]) or 0.0 for space in scores.spaces if space.kind == "expert" and space.name in halves]
+        agreement = [
+            spearman(*halves[space.name]) or 0.0
+            for space in scores.spaces
+            if space.kind == "expert" and space.name in halves
+        ]
         if agreement and (found := statistics.median(agreement)) < expected:
             warnings.warn(
-                f"The {scores.samples:,} samples are too few to rank experts for {role} by {signal!r}: between two halves of them the ranks correlate by {found:.2f}, expected at least {expected}. {MORE}",
+                f"The {scores.samples:,} samples are too few to rank experts for {role} by {signal!r}:"
+                f" between two halves of them the ranks correlate by {found:.2f}, expected at least"
+                f" {expected}. {MORE}",
                 FairprunerWarning,
                 stacklevel=3,
             )
 
 
 def _scores(spaces: Spaces, readings: Readings, samples: int, settings: Mapping[str, Any]) -> Scores:
-    values: dict[Role, dict[str, Mapping[str, Floats]]] = {role: {name: r.scores for name, r in by_name.items()} for role, by_name in readings.items()}
+    values: dict[Role, dict[str, Mapping[str, Floats]]] = {
+        role: {name: r.scores for name, r in by_name.items()} for role, by_name in readings.items()
+    }
     several = {name: reading for by_name in readings.values() for name, reading in by_name.items()}
     halves = {name: reading.halves for name, reading in several.items() if reading.halves}
     made = {name: dict(reading.settings) for name, reading in several.items() if reading.settings}

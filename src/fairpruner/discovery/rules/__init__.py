@@ -1,4 +1,6 @@
-"""What each operation does to shadows: a table from operation to rule. Adding an operation is adding an entry."""
+"""What each operation does to shadows: a table from operation to rule. Adding an operation is adding an
+entry.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +11,38 @@ import torch
 
 from fairpruner.discovery.rules.call import Call, Rule, fresh, unknown
 from fairpruner.discovery.rules.contracting import attention, convolution, matmul
-from fairpruner.discovery.rules.mixing import batch_norm, elementwise, gathered, glu, group_norm, layer_norm, pooling, reduction
-from fairpruner.discovery.rules.moving import copied, embedding, movement, restrided, to_complex, to_real, unchanged
+from fairpruner.discovery.rules.mixing import (
+    batch_norm,
+    elementwise,
+    gathered,
+    glu,
+    group_norm,
+    layer_norm,
+    pooling,
+    reduction,
+)
+from fairpruner.discovery.rules.moving import (
+    copied,
+    embedding,
+    movement,
+    restrided,
+    to_complex,
+    to_real,
+    unchanged,
+)
 
 __all__ = ["Call", "rule_for"]
 
 _GROUPS: dict[Rule, str] = {
-    movement: "view _unsafe_view reshape cat stack constant_pad_nd index index_select roll flip repeat gather pixel_shuffle pixel_unshuffle channel_shuffle rot90 tril triu "
-    "squeeze unsqueeze t transpose",  # in place, too: so torch makes the product with a vector
+    movement: (  # in place, too: so torch makes the product with a vector
+        "view _unsafe_view reshape cat stack constant_pad_nd index index_select roll flip repeat gather"
+        " pixel_shuffle pixel_unshuffle channel_shuffle rot90 tril triu squeeze unsqueeze t transpose"
+    ),
     unchanged: "clone _to_copy contiguous lift_fresh dropout native_dropout masked_fill",
-    fresh: "new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like rand_like randn_like _local_scalar_dense",
+    fresh: (
+        "new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like rand_like randn_like"
+        " _local_scalar_dense"
+    ),
     copied: "copy",
     restrided: "as_strided",
     embedding: "embedding",
@@ -30,18 +54,33 @@ _GROUPS: dict[Rule, str] = {
     reduction(1): "sum mean amax amin logsumexp var std var_mean prod any all max min",
     reduction(2): "linalg_vector_norm",
     reduction(1, keeps_shape=True): "_softmax _safe_softmax _log_softmax cumsum",
-    pooling(1): "avg_pool1d max_pool1d adaptive_avg_pool1d upsample_nearest1d upsample_linear1d reflection_pad1d replication_pad1d",
-    pooling(2): "avg_pool2d max_pool2d_with_indices _adaptive_avg_pool2d adaptive_max_pool2d upsample_nearest2d upsample_bilinear2d upsample_bicubic2d "
-    "_upsample_bilinear2d_aa _upsample_bicubic2d_aa reflection_pad2d replication_pad2d",
-    pooling(3): "avg_pool3d max_pool3d_with_indices _adaptive_avg_pool3d adaptive_max_pool3d upsample_nearest3d upsample_trilinear3d replication_pad3d",
-    batch_norm: "native_batch_norm _native_batch_norm_legit_no_training _native_batch_norm_legit cudnn_batch_norm miopen_batch_norm _batch_norm_no_update",
+    pooling(1): (
+        "avg_pool1d max_pool1d adaptive_avg_pool1d upsample_nearest1d upsample_linear1d reflection_pad1d"
+        " replication_pad1d"
+    ),
+    pooling(2): (
+        "avg_pool2d max_pool2d_with_indices _adaptive_avg_pool2d adaptive_max_pool2d upsample_nearest2d"
+        " upsample_bilinear2d upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa"
+        " reflection_pad2d replication_pad2d"
+    ),
+    pooling(3): (
+        "avg_pool3d max_pool3d_with_indices _adaptive_avg_pool3d adaptive_max_pool3d upsample_nearest3d"
+        " upsample_trilinear3d replication_pad3d"
+    ),
+    batch_norm: (
+        "native_batch_norm _native_batch_norm_legit_no_training _native_batch_norm_legit cudnn_batch_norm"
+        " miopen_batch_norm _batch_norm_no_update"
+    ),
     layer_norm: "native_layer_norm _fused_rms_norm",
     group_norm: "native_group_norm",
     matmul(0): "mm bmm",
     matmul(1): "addmm baddbmm",
     convolution: "convolution",
-    attention: "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention "
-    "_scaled_dot_product_cudnn_attention _scaled_dot_product_fused_attention_overrideable",
+    attention: (
+        "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention"
+        " _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention"
+        " _scaled_dot_product_fused_attention_overrideable"
+    ),
 }
 RULES: dict[str, Rule] = {name: rule for rule, names in _GROUPS.items() for name in names.split()}
 

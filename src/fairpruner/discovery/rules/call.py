@@ -37,7 +37,11 @@ class Call:
 
     @cached_property
     def results(self) -> list[torch.Tensor]:
-        return [t for t in (self.out if isinstance(self.out, (tuple, list)) else [self.out]) if isinstance(t, torch.Tensor)]
+        return [
+            t
+            for t in (self.out if isinstance(self.out, (tuple, list)) else [self.out])
+            if isinstance(t, torch.Tensor)
+        ]
 
     @property
     def result(self) -> torch.Tensor:
@@ -83,7 +87,8 @@ class Call:
             self.algebra.lock(self.shadow(tensor), reason)
 
 
-# A rule gives the results their shadows, and returns the layers whose lengths the operation's cost is proportional to.
+# A rule gives the results their shadows, and returns the layers whose lengths the operation's cost is
+# proportional to.
 Rule = Callable[[Call], "tuple[Layer, ...] | None"]
 
 
@@ -93,4 +98,6 @@ def unknown(call: Call) -> None:
 
 
 def fresh(call: Call) -> None:
-    """A new constant that only takes its shape from a tensor, or a number read from one: no unit goes into it."""
+    """A new constant that only takes its shape from a tensor, or a number read from one: no unit goes
+    into it.
+    """

@@ -37,7 +37,12 @@ def matmul(first: int) -> Rule:
         if shadow_b.weight:
             result, axes = _apply_weight(call, lifted_a, lifted_b, (batch, n, k, m))
         elif shadow_a.weight:
-            turned, axes = _apply_weight(call, [t.transpose(1, 3) for t in lifted_b], [t.transpose(1, 3) for t in lifted_a], (batch, m, k, n))
+            turned, axes = _apply_weight(
+                call,
+                [t.transpose(1, 3) for t in lifted_b],
+                [t.transpose(1, 3) for t in lifted_a],
+                (batch, m, k, n),
+            )
             result = tuple(layer.transpose(1, 2) for layer in turned)
         else:
             result, axes = _multiply(call, lifted_a, lifted_b, (batch, n, m))
@@ -52,8 +57,12 @@ def matmul(first: int) -> Rule:
     return rule
 
 
-def _apply_weight(call: Call, x: Sequence[Layer], w: Sequence[Layer], shape: tuple[int, int, int, int]) -> tuple[Layers, Layers]:
-    """Sum over k of x[batch, n, k, 1] * w[batch, 1, k, m]: nothing along k is tied, since a term of the sum may simply go."""
+def _apply_weight(
+    call: Call, x: Sequence[Layer], w: Sequence[Layer], shape: tuple[int, int, int, int]
+) -> tuple[Layers, Layers]:
+    """Sum over k of x[batch, n, k, 1] * w[batch, 1, k, m]: nothing along k is tied, since a term of the
+    sum may simply go.
+    """
     algebra = call.algebra
     batch, n, k, m = shape
     readers = [layer for layer in w if extent(layer)[2]]
@@ -63,11 +72,17 @@ def _apply_weight(call: Call, x: Sequence[Layer], w: Sequence[Layer], shape: tup
     for layer in writers:
         algebra.mark(layer, Use.WRITE)
     rows = [layer for layer in x if any(extent(layer)) and not extent(layer)[2]]
-    result = algebra.combine(Shadow(algebra.reduce_all(rows, (2,))), Shadow(algebra.reduce_all(writers, (2,)), weight=True), (batch, n, 1, m))
+    result = algebra.combine(
+        Shadow(algebra.reduce_all(rows, (2,))),
+        Shadow(algebra.reduce_all(writers, (2,)), weight=True),
+        (batch, n, 1, m),
+    )
     return tuple(layer.squeeze(2) for layer in result), (*result, torch.from_numpy(reading))
 
 
-def _multiply(call: Call, a: Sequence[Layer], b: Sequence[Layer], shape: tuple[int, int, int]) -> tuple[Layers, Layers]:
+def _multiply(
+    call: Call, a: Sequence[Layer], b: Sequence[Layer], shape: tuple[int, int, int]
+) -> tuple[Layers, Layers]:
     """The same sum where both sides are activations: all that is summed is one unit, a head."""
     batch, n, m = shape
     left, right = (Shadow(call.algebra.reduce_all(side, (2,))) for side in (a, b))
@@ -78,7 +93,9 @@ def _multiply(call: Call, a: Sequence[Layer], b: Sequence[Layer], shape: tuple[i
 
 
 def convolution(call: Call) -> Layers:
-    """The weight's input side reads the channels, its output side writes them; grouped ones keep their groups equal."""
+    """The weight's input side reads the channels, its output side writes them; grouped ones keep their
+    groups equal.
+    """
     x, weight, bias, transposed, groups = (call.args[i] for i in (0, 1, 2, 6, 8))
     channels, in_dim = x.shape[1], 0 if transposed else 1
     seen = call.algebra.single(call.shadow(x).layers, 1, channels)
@@ -104,7 +121,9 @@ def convolution(call: Call) -> Layers:
 def _whole_groups(call: Call, seen: Ints, reading: Ints, writing: Ints) -> Ints:
     """Many narrow groups (a depthwise convolution is the narrowest): one unit is one whole group."""
     transposed, groups, width = call.args[6], call.args[8], call.result.shape[1]
-    own, shared = (reading, writing) if transposed else (writing, reading)  # the weight's dimension over all groups, and that within one
+    own, shared = (
+        (reading, writing) if transposed else (writing, reading)
+    )  # the weight's dimension over all groups, and that within one
     by_group, own_by_group = seen.reshape(groups, -1), own.reshape(groups, -1)
     call.ids.mark(own, Use.WRITE)
     call.ids.lock(shared, FIXED)
@@ -128,16 +147,23 @@ def _positions(call: Call, seen: Ints, reading: Ints, writing: Ints) -> Ints:
 
 
 def attention(call: Call) -> Layers:
-    """Scaled dot-product attention over [batch, heads, tokens, width]: q, k and v of one head are one unit."""
+    """Scaled dot-product attention over [batch, heads, tokens, width]: q, k and v of one head are one
+    unit.
+    """
     algebra = call.algebra
     query, key, value = call.args[:3]
     heads = query.shape[1]
 
     def per_query_head(tensor: torch.Tensor) -> list[Layer]:
         """Key and value layers, repeated for the query heads that share them."""
-        return [layer.repeat_interleave(heads // tensor.shape[1], 1) if tensor.shape[1] != heads else layer for layer in call.shadow(tensor).layers]
+        return [
+            layer.repeat_interleave(heads // tensor.shape[1], 1) if tensor.shape[1] != heads else layer
+            for layer in call.shadow(tensor).layers
+        ]
 
-    mask = call.shadow(call.kwargs.get("attn_mask", next((a for a in call.args[3:] if isinstance(a, torch.Tensor)), None)))
+    mask = call.shadow(
+        call.kwargs.get("attn_mask", next((a for a in call.args[3:] if isinstance(a, torch.Tensor)), None))
+    )
     shape = (*query.shape[:3], key.shape[2])  # of the scores
     asked = Shadow(algebra.reduce_all(call.shadow(query).layers, (3,)))
     offered = Shadow(tuple(layer.transpose(2, 3) for layer in algebra.reduce_all(per_query_head(key), (3,))))

@@ -1,4 +1,6 @@
-"""Elementwise operations, reductions, pooling and norms: elements that meet, or are mixed, become one unit."""
+"""Elementwise operations, reductions, pooling and norms: elements that meet, or are mixed, become one
+unit.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,11 @@ from fairpruner.discovery.shadow import Shadow, extent
 def elementwise(call: Call) -> None:
     """add, mul, relu, where, …: units that meet position by position are one."""
     operands = [call.shadow(t) for t in call.tensors]
-    if call.func._schema.is_mutable and sum(bool(o.layers) for o in operands) > 1 and not is_whole(call.result):
+    if (
+        call.func._schema.is_mutable
+        and sum(bool(o.layers) for o in operands) > 1
+        and not is_whole(call.result)
+    ):
         call.lock(f"written in place into part of a tensor by {call.name}")
     _settle(call, operands)
 
@@ -27,11 +33,17 @@ def _settle(call: Call, operands: Sequence[Shadow]) -> None:
 
 
 def gathered(call: Call) -> None:
-    """index_add, and index_put of rows: rows of the source go to rows of the target, as results of experts do."""
+    """index_add, and index_put of rows: rows of the source go to rows of the target, as results of
+    experts do.
+    """
     target = call.args[0]
     dim, source = (call.args[1], call.args[3]) if call.name.startswith("index_add") else (0, call.args[2])
     rows = call.shadow(source).layers
-    plain = is_whole(target) and source.ndim == target.ndim and (call.name.startswith("index_add") or len(call.args[1]) == 1)
+    plain = (
+        is_whole(target)
+        and source.ndim == target.ndim
+        and (call.name.startswith("index_add") or len(call.args[1]) == 1)
+    )
     if not plain or any(extent(layer)[dim] for layer in rows):
         return unknown(call)
     if source.shape[dim]:
@@ -56,7 +68,11 @@ def reduction(dims_at: int, *, keeps_shape: bool = False) -> Rule:
         dims = [dims] if isinstance(dims, int) else (list(dims) if dims else list(range(tensor.ndim)))
         reduced = call.algebra.reduce_all(shadow.layers, [d % max(tensor.ndim, 1) for d in dims])
         for result in call.results:
-            call.put(shadow.layers if keeps_shape else [layer.reshape(result.shape) for layer in reduced], shadow.weight, result)
+            call.put(
+                shadow.layers if keeps_shape else [layer.reshape(result.shape) for layer in reduced],
+                shadow.weight,
+                result,
+            )
 
     return rule
 
@@ -79,7 +95,9 @@ def _scaled(call: Call, x: torch.Tensor, parameters: Sequence[Any], dim: int) ->
 
 
 def batch_norm(call: Call) -> None:
-    """Per channel; with batch statistics (instance norm, standardised weights) everything but the channel is mixed."""
+    """Per channel; with batch statistics (instance norm, standardised weights) everything but the channel
+    is mixed.
+    """
     x = call.args[0]
     if call.args[5] is True:
         call.algebra.reduce_all(call.shadow(x).layers, [d for d in range(x.ndim) if d != 1])
@@ -87,7 +105,9 @@ def batch_norm(call: Call) -> None:
 
 
 def layer_norm(call: Call) -> None:
-    """Mixes the normalised dimensions; inside one head that is one unit, over the whole width it leaves nothing to remove."""
+    """Mixes the normalised dimensions; inside one head that is one unit, over the whole width it leaves
+    nothing to remove.
+    """
     x, shape = call.args[:2]
     call.algebra.reduce_all(call.shadow(x).layers, range(x.ndim - len(shape), x.ndim))
     vectors = [a for a in call.args[2:4] if isinstance(a, torch.Tensor)]
@@ -101,4 +121,6 @@ def group_norm(call: Call) -> None:
     for layer in layers:
         call.algebra.reduce(layer.reshape(batch, groups, channels // groups, -1), (2, 3))
     _scaled(call, x, (weight, bias), 1)
-    call.tracer.count("num_groups", groups, call.algebra.single(layers, 1, channels).reshape(groups, -1)[:, 0])
+    call.tracer.count(
+        "num_groups", groups, call.algebra.single(layers, 1, channels).reshape(groups, -1)[:, 0]
+    )

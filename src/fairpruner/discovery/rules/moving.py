@@ -1,4 +1,6 @@
-"""Operations that move elements about: the operation itself, run on the shadow, so that any reshaping is exact."""
+"""Operations that move elements about: the operation itself, run on the shadow, so that any reshaping is
+exact.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,22 @@ def movement(call: Call) -> None:
     weight = all(s.weight or not s.layers for s in shadows)
     if call.name == "cat" and weight:
         # A buffer among weights is a part of one: the zero bias of the keys in a fused projection.
-        shadows = [s if s.layers else call.tracer.slots_of(t) for s, t in zip(shadows, call.tensors, strict=True)]
+        shadows = [
+            s if s.layers else call.tracer.slots_of(t) for s, t in zip(shadows, call.tensors, strict=True)
+        ]
     depth = max(len(s.layers) for s in shadows)
     try:
-        moved = [_moved(call, {id(t): _layer(t, s, k) for t, s in zip(call.tensors, shadows, strict=True)}) for k in range(depth)]
+        moved = [
+            _moved(call, {id(t): _layer(t, s, k) for t, s in zip(call.tensors, shadows, strict=True)})
+            for k in range(depth)
+        ]
     except Exception:  # an operation that does not take integers, or another layout of strides: be safe
         return unknown(call)
-    if any(result.shape != layer.shape for layers in moved for result, layer in zip(call.results, layers, strict=True)):
+    if any(
+        result.shape != layer.shape
+        for layers in moved
+        for result, layer in zip(call.results, layers, strict=True)
+    ):
         return unknown(call)
     for position, result in enumerate(call.results):
         call.put([layers[position] for layers in moved], weight, result)
@@ -33,7 +44,9 @@ def movement(call: Call) -> None:
 
 
 def _layer(tensor: torch.Tensor, shadow: Shadow, position: int) -> Layer:
-    """A source's layer; what has no id is NONE, but whole-number tensors without a shadow are indices and stay themselves."""
+    """A source's layer; what has no id is NONE, but whole-number tensors without a shadow are indices and
+    stay themselves.
+    """
     if position < len(shadow.layers):
         return shadow.layers[position]
     if not shadow.layers and not tensor.is_floating_point():
@@ -42,9 +55,17 @@ def _layer(tensor: torch.Tensor, shadow: Shadow, position: int) -> Layer:
 
 
 def _moved(call: Call, stand_in: dict[int, Layer]) -> list[Layer]:
-    args, kwargs = tree_map_only(torch.Tensor, lambda t: stand_in[id(t)][...], (call.args, call.kwargs))  # aliases: squeeze_ changes what it is given
+    args, kwargs = tree_map_only(
+        torch.Tensor, lambda t: stand_in[id(t)][...], (call.args, call.kwargs)
+    )  # aliases: squeeze_ changes what it is given
     kwargs.pop("memory_format", None)
-    run = {"view": _reshape, "_unsafe_view": _reshape, "reshape": _reshape, "cat": _cat, "constant_pad_nd": _pad}.get(call.name, call.func)
+    run = {
+        "view": _reshape,
+        "_unsafe_view": _reshape,
+        "reshape": _reshape,
+        "cat": _cat,
+        "constant_pad_nd": _pad,
+    }.get(call.name, call.func)
     moved = run(*args, **kwargs)
     return list(moved) if isinstance(moved, (tuple, list)) else [moved]
 
@@ -75,7 +96,9 @@ def unchanged(call: Call) -> None:
 
 
 def copied(call: Call) -> None:
-    """Writing into a tensor: into a whole one the source's shadow moves in, into a part of one nothing is known."""
+    """Writing into a tensor: into a whole one the source's shadow moves in, into a part of one nothing is
+    known.
+    """
     target, source = call.args[:2]
     if not is_whole(target):
         return unknown(call)
@@ -90,7 +113,9 @@ def is_whole(tensor: torch.Tensor) -> bool:
 def restrided(call: Call) -> None:
     """Harmless only where it changes the strides of dimensions of length one, as pooling does."""
     plain = torch.empty(call.result.shape, device="meta").stride()
-    same = all(n == 1 or a == b for n, a, b in zip(call.result.shape, call.result.stride(), plain, strict=True))
+    same = all(
+        n == 1 or a == b for n, a, b in zip(call.result.shape, call.result.stride(), plain, strict=True)
+    )
     return None if call.func._schema.is_mutable and same else unknown(call)
 
 

@@ -1,6 +1,8 @@
-"""Seeing what routers and experts do: which token went to which expert, with what weight, and what came of it.
+"""Seeing what routers and experts do: which token went to which expert, with what weight, and what came
+of it.
 
-Blocks call their experts in three ways, each with a watcher of its own. All of them hand over the same `Call`.
+Blocks call their experts in three ways, each with a watcher of its own. All of them hand over the same
+`Call`.
 """
 
 from __future__ import annotations
@@ -13,7 +15,15 @@ from torch import nn
 
 from fairpruner.models.calling import tensors_of
 from fairpruner.models.experts import ExpertBlock
-from fairpruner.models.routing.calls import Call, Heard, Visit, gates_of, loss_position_terms, probabilities, slopes_of
+from fairpruner.models.routing.calls import (
+    Call,
+    Heard,
+    Visit,
+    gates_of,
+    loss_position_terms,
+    probabilities,
+    slopes_of,
+)
 from fairpruner.models.routing.dense import Dense
 from fairpruner.models.routing.fused import running_fused
 from fairpruner.models.routing.listed import Listed, Since
@@ -23,7 +33,9 @@ __all__ = ["Call", "gates_of", "loss_position_terms", "probabilities", "slopes_o
 
 @contextmanager
 def watching_experts(model: nn.Module, blocks: Sequence[ExpertBlock], visit: Visit) -> Iterator[None]:
-    """Inside, with gradients enabled, every forward shows `visit` what each block of experts did; afterwards the model is as it was."""
+    """Inside, with gradients enabled, every forward shows `visit` what each block of experts did;
+    afterwards the model is as it was.
+    """
     heard: Heard = {}
     fused: dict[Any, ExpertBlock] = {}
     since = Since()
@@ -31,9 +43,14 @@ def watching_experts(model: nn.Module, blocks: Sequence[ExpertBlock], visit: Vis
         if any(isinstance(model.get_submodule(block.experts), nn.ModuleList) for block in blocks):
             stack.enter_context(since)
         for block in blocks:
-            experts, caller = model.get_submodule(block.experts), model.get_submodule(block.experts.rpartition(".")[0])
+            experts, caller = (
+                model.get_submodule(block.experts),
+                model.get_submodule(block.experts.rpartition(".")[0]),
+            )
             if model.get_submodule(block.router) is not caller:
-                stack.callback(model.get_submodule(block.router).register_forward_hook(_hear(heard, block)).remove)
+                stack.callback(
+                    model.get_submodule(block.router).register_forward_hook(_hear(heard, block)).remove
+                )
             if isinstance(experts, nn.ModuleList):
                 Listed(block, heard, visit, experts, caller, since).attach(stack)
             elif hasattr(experts, "is_transposed"):
@@ -49,6 +66,10 @@ def watching_experts(model: nn.Module, blocks: Sequence[ExpertBlock], visit: Vis
 
 def _hear(heard: Heard, block: ExpertBlock) -> Callable[[nn.Module, Any, Any], None]:
     def leave(module: nn.Module, args: Any, output: Any) -> None:
-        heard[block.name] = [t.detach().reshape(-1, block.size) for t in tensors_of(output) if t.is_floating_point() and t.shape[-1] == block.size]
+        heard[block.name] = [
+            t.detach().reshape(-1, block.size)
+            for t in tensors_of(output)
+            if t.is_floating_point() and t.shape[-1] == block.size
+        ]
 
     return leave

@@ -23,18 +23,27 @@ class Call:
     expert: Tensor  # [P]
     weight: Tensor  # [P] router weights
     norm: Tensor  # [P] norms of what the pairs add to the block's output
-    gates: tuple[Tensor, ...]  # ones, [P] together, whose gradients are each pair's part of <gradient, weights of the expert>; none if experts hide some
+    # ones, [P] together, whose gradients are each pair's part of <gradient, weights of the expert>; none
+    # if
+    # experts hide some
+    gates: tuple[Tensor, ...]
     logits: Tensor | None  # [tokens, E] of the router
-    inner: Tensor | None = None  # [P, I] what the last products of the experts read, where each pair's output is just that times its weight
+    # [P, I] what the last products of the experts read, where each pair's output is just that times its
+    # weight
+    inner: Tensor | None = None
 
     def by_expert(self, values: Tensor) -> Tensor:
         """Values [P] summed over the pairs of each expert, [E]."""
         return self.by_group(values, torch.zeros_like(self.token), 1)[0]
 
     def by_group(self, values: Tensor, group: Tensor, groups: int) -> Tensor:
-        """Values [P] summed over the pairs of each group, given for each pair, and expert: [groups, E], on the CPU, since blocks may lie on several devices."""
+        """Values [P] summed over the pairs of each group, given for each pair, and expert: [groups, E],
+        on the CPU, since blocks may lie on several devices.
+        """
         sums = torch.zeros(groups * self.block.size, dtype=torch.float64)
-        return sums.index_add_(0, (group * self.block.size + self.expert).cpu(), values.detach().to("cpu", torch.float64)).view(groups, -1)
+        return sums.index_add_(
+            0, (group * self.block.size + self.expert).cpu(), values.detach().to("cpu", torch.float64)
+        ).view(groups, -1)
 
     def tally(self, counted: Tensor) -> dict[str, Tensor]:
         """What the `counted` tokens, bool [tokens], sum up to for each expert."""
@@ -54,14 +63,21 @@ class Call:
 def probabilities(logits: Tensor) -> Tensor:
     """The softmax of a router's logits, [tokens, E]; some routers hand out probabilities already."""
     values = logits if logits.dtype == torch.float64 else logits.float()
-    return values if bool((values >= 0).all()) and torch.allclose(values.sum(1), torch.ones_like(values[:, 0]), atol=1e-3) else values.softmax(1)
+    return (
+        values
+        if bool((values >= 0).all())
+        and torch.allclose(values.sum(1), torch.ones_like(values[:, 0]), atol=1e-3)
+        else values.softmax(1)
+    )
 
 
 class Gated(torch.autograd.Function):
-    """The identity on [P, …], through which a gate of ones [P] gets the gradient <dL/dvalue, value> of each row.
+    """The identity on [P, …], through which a gate of ones [P] gets the gradient <dL/dvalue, value> of
+    each row.
 
-    Whatever is linear in its parameters jointly, as a product with a bias, has <dL/dparameters, parameters> = <dL/dvalue, value>.
-    So the gates of an expert's products, summed, are its term in the paper's R-Score, and no weight ever gets a gradient.
+    Whatever is linear in its parameters jointly, as a product with a bias, has <dL/dparameters,
+    parameters> = <dL/dvalue, value>. So the gates of an expert's products, summed, are its term in the
+    paper's R-Score, and no weight ever gets a gradient.
     """
 
     @staticmethod
@@ -79,7 +95,12 @@ class Gated(torch.autograd.Function):
 
 def new_gate(rows: int, like: Tensor) -> Tensor:
     """Ones that can get a gradient, [rows], in at least float32."""
-    return torch.ones(rows, dtype=torch.float64 if like.dtype == torch.float64 else torch.float32, device=like.device, requires_grad=True)
+    return torch.ones(
+        rows,
+        dtype=torch.float64 if like.dtype == torch.float64 else torch.float32,
+        device=like.device,
+        requires_grad=True,
+    )
 
 
 def gated(value: Tensor, gate: Tensor) -> Tensor:
@@ -88,17 +109,25 @@ def gated(value: Tensor, gate: Tensor) -> Tensor:
 
 
 def loss_position_terms(calls: Sequence[Call], losses: Tensor) -> list[Tensor]:
-    """For each call the sum, [E], over all tokens of their router weight times <gradient of their own loss, weights of the expert>.
+    """For each call the sum, [E], over all tokens of their router weight times <gradient of their own
+    loss, weights of the expert>.
 
-    `losses` [N, T] are those of the tokens; texts do not mix, so that one backward serves a position of all of them.
+    `losses` [N, T] are those of the tokens; texts do not mix, so that one backward serves a position of
+    all of them.
     """
     texts, length = losses.shape
     terms = [torch.zeros(call.block.size, dtype=torch.float64) for call in calls]
-    weights = [call.by_group(call.weight, call.token, call.tokens).view(texts, length, -1) for call in calls]  # [N, T, E] each
+    weights = [
+        call.by_group(call.weight, call.token, call.tokens).view(texts, length, -1) for call in calls
+    ]  # [N, T, E] each
     for position in range(length):
         if losses[:, position].any():
-            found = torch.autograd.grad(losses[:, position].sum(), gates_of(calls), retain_graph=True, allow_unused=True)
-            for term, weight, call, slopes in zip(terms, weights, calls, slopes_of(calls, found), strict=True):
+            found = torch.autograd.grad(
+                losses[:, position].sum(), gates_of(calls), retain_graph=True, allow_unused=True
+            )
+            for term, weight, call, slopes in zip(
+                terms, weights, calls, slopes_of(calls, found), strict=True
+            ):
                 term += (weight[:, position] * call.by_group(slopes, call.token // length, texts)).sum(0)
     return terms
 
@@ -108,14 +137,22 @@ def gates_of(calls: Sequence[Call]) -> list[Tensor]:
 
 
 def slopes_of(calls: Sequence[Call], gradients: Sequence[Tensor | None]) -> list[Tensor]:
-    """For each call its pairs' parts of <gradient, weights of the expert>, [P], from the gradients of all gates."""
-    slopes = [torch.zeros_like(gate) if gradient is None else gradient for gate, gradient in zip(gates_of(calls), gradients, strict=True)]
+    """For each call its pairs' parts of <gradient, weights of the expert>, [P], from the gradients of all
+    gates.
+    """
+    slopes = [
+        torch.zeros_like(gate) if gradient is None else gradient
+        for gate, gradient in zip(gates_of(calls), gradients, strict=True)
+    ]
     starts = itertools.accumulate((len(call.gates) for call in calls), initial=0)
-    return [torch.cat(slopes[start : start + len(call.gates)]) for start, call in zip(starts, calls, strict=False)]
+    return [
+        torch.cat(slopes[start : start + len(call.gates)]) for start, call in zip(starts, calls, strict=False)
+    ]
 
 
 Visit = Callable[[Call], None]
-Heard = dict[str, list[Tensor]]  # block -> what its router gave for every token and expert, [tokens, E] each
+# block -> what its router gave for every token and expert, [tokens, E] each
+Heard = dict[str, list[Tensor]]
 
 
 def logits_in(heard: Heard, block: ExpertBlock, tokens: int, position: int = 0) -> Tensor | None:
@@ -124,5 +161,9 @@ def logits_in(heard: Heard, block: ExpertBlock, tokens: int, position: int = 0) 
 
 
 def norms(output: Tensor) -> Tensor:
-    norms: Tensor = torch.linalg.vector_norm(output.detach().flatten(1), dim=1, dtype=torch.float64 if output.dtype == torch.float64 else torch.float32)
+    norms: Tensor = torch.linalg.vector_norm(
+        output.detach().flatten(1),
+        dim=1,
+        dtype=torch.float64 if output.dtype == torch.float64 else torch.float32,
+    )
     return norms

@@ -16,7 +16,9 @@ from fairpruner.models.routing.calls import Call, Heard, Visit, gated, logits_in
 
 
 class Dense(TorchFunctionMode):
-    """Fused experts that all see all tokens, [E * T, H] weighted by the router beforehand, in batched products (Llama 4)."""
+    """Fused experts that all see all tokens, [E * T, H] weighted by the router beforehand, in batched
+    products (Llama 4).
+    """
 
     def __init__(self, block: ExpertBlock, heard: Heard, visit: Visit) -> None:
         super().__init__()
@@ -29,12 +31,22 @@ class Dense(TorchFunctionMode):
         stack.callback(experts.register_forward_pre_hook(self._enter).remove)
         stack.callback(experts.register_forward_hook(self._leave).remove)
 
-    def __torch_function__(self, function: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         if function is not torch.bmm or id(args[1]) not in self._weights:
             return function(*args, **(kwargs or {}))
         rows, weight = args
         if has_torch_function((rows,)):
-            rows = consumed(rows.transpose(0, 1).flatten(0, 1), weight.mT).unflatten(0, (-1, self._block.size)).transpose(0, 1)  # [E, T, I]
+            rows = (
+                consumed(rows.transpose(0, 1).flatten(0, 1), weight.mT)
+                .unflatten(0, (-1, self._block.size))
+                .transpose(0, 1)
+            )  # [E, T, I]
         return gated(torch.bmm(rows, weight), self._gate)
 
     def _enter(self, experts: nn.Module, args: Any) -> None:
@@ -42,8 +54,22 @@ class Dense(TorchFunctionMode):
 
     def _leave(self, experts: nn.Module, args: Any, output: Tensor) -> None:
         tokens = len(args[0]) // self._block.size
-        weights, logits = logits_in(self._heard, self._block, tokens), logits_in(self._heard, self._block, tokens, -1)
+        weights, logits = (
+            logits_in(self._heard, self._block, tokens),
+            logits_in(self._heard, self._block, tokens, -1),
+        )
         if len(args) > 1 or weights is None or len(args[0]) != weights.numel():
             return
         pair = torch.arange(weights.numel(), device=weights.device)
-        self._visit(Call(self._block, tokens, pair % tokens, pair // tokens, weights.T.reshape(-1), norms(output), (self._gate,), logits))
+        self._visit(
+            Call(
+                self._block,
+                tokens,
+                pair % tokens,
+                pair // tokens,
+                weights.T.reshape(-1),
+                norms(output),
+                (self._gate,),
+                logits,
+            )
+        )

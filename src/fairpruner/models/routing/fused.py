@@ -1,4 +1,6 @@
-"""The fused experts of transformers, run by a function of ours that sees every pair of a token and an expert."""
+"""The fused experts of transformers, run by a function of ours that sees every pair of a token and an
+expert.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +22,30 @@ IMPLEMENTATION = "fairpruner"  # the name under which transformers runs our expe
 
 @contextmanager
 def running_fused(fused: Mapping[Any, ExpertBlock], heard: Heard, visit: Visit) -> Iterator[None]:
-    """The fused experts of transformers, called with (hidden [T, H], chosen [T, k], weights [T, k]), are run by a function of ours."""
+    """The fused experts of transformers, called with (hidden [T, H], chosen [T, k], weights [T, k]), are
+    run by a function of ours.
+    """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     def run(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         order = chosen.reshape(-1).argsort(stable=True)  # [P] pairs, those of one expert together
-        expert, token, weight = chosen.reshape(-1)[order], order // chosen.shape[1], weights.reshape(-1)[order]
+        expert, token, weight = (
+            chosen.reshape(-1)[order],
+            order // chosen.shape[1],
+            weights.reshape(-1)[order],
+        )
         counts = torch.bincount(expert, minlength=len(experts.down_proj)).tolist()
         gate = new_gate(len(order), hidden)
-        up = gated(_products(experts, "gate_up_proj" if experts.has_gate else "up_proj", hidden[token], counts), gate)  # [P, I or 2 I]
+        up = gated(
+            _products(experts, "gate_up_proj" if experts.has_gate else "up_proj", hidden[token], counts), gate
+        )  # [P, I or 2 I]
         inner = experts._apply_gate(up) if experts.has_gate else experts.act_fn(up)  # [P, I]
-        if has_torch_function((inner,)):  # whoever watches hidden units inside the experts sees them in the order of tokens
-            inner = consumed(inner[order.argsort()], experts.down_proj.mT if experts.is_transposed else experts.down_proj)[order]
+        if has_torch_function(
+            (inner,)
+        ):  # whoever watches hidden units inside the experts sees them in the order of tokens
+            inner = consumed(
+                inner[order.argsort()], experts.down_proj.mT if experts.is_transposed else experts.down_proj
+            )[order]
         output = gated(_products(experts, "down_proj", inner, counts), gate)  # [P, H]
         if experts.has_post_expert_norm:
             output = experts.post_expert_norm(output)
@@ -67,8 +81,15 @@ def running_fused(fused: Mapping[Any, ExpertBlock], heard: Heard, visit: Visit) 
 
 
 def _products(experts: Any, name: str, rows: Tensor, counts: Sequence[int]) -> Tensor:
-    """What the experts' matrices make of their rows, [P, in] -> [P, out], the first `counts[0]` rows being those of expert 0."""
+    """What the experts' matrices make of their rows, [P, in] -> [P, out], the first `counts[0]` rows
+    being those of expert 0.
+    """
     weights: Tensor = getattr(experts, name)  # [E, out, in], or the other way round
     biases = getattr(experts, f"{name}_bias") if experts.has_bias else [None] * len(weights)
-    parts = zip(rows.to(weights.dtype).split(counts), weights.mT if experts.is_transposed else weights, biases, strict=True)
+    parts = zip(
+        rows.to(weights.dtype).split(counts),
+        weights.mT if experts.is_transposed else weights,
+        biases,
+        strict=True,
+    )
     return torch.cat([F.linear(own, weight, bias) for own, weight, bias in parts if len(own)])

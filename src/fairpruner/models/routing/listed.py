@@ -24,32 +24,62 @@ class Since(TorchFunctionMode):
         super().__init__()
         self.tensors: dict[int, Tensor] | None = None
 
-    def __torch_function__(self, function: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         result = function(*args, **(kwargs or {}))
         if self.tensors is not None:
-            self.tensors.update({id(tensor): tensor for tensor in tensors_of((args, result)) if tensor.requires_grad})
+            self.tensors.update(
+                {id(tensor): tensor for tensor in tensors_of((args, result)) if tensor.requires_grad}
+            )
         return result
 
 
 class Listed:
-    """A plain block with an `nn.ModuleList` of experts, which sums up their outputs weighted by the router.
+    """A plain block with an `nn.ModuleList` of experts, which sums up their outputs weighted by the
+    router.
 
-    How the block chooses and weighs is its own affair: a backward from the sum to the experts' outputs, with the digits
-    of each token's number as gradients, tells the token and the weight of every row. The sum is the block's own output, or
-    else the last tensor before it, ahead of a norm or a projection, that is one.
+    How the block chooses and weighs is its own affair: a backward from the sum to the experts' outputs,
+    with the digits of each token's number as gradients, tells the token and the weight of every row. The
+    sum is the block's own output, or else the last tensor before it, ahead of a norm or a projection,
+    that is one.
     """
 
     # Their outputs are linear in their parameters jointly.
     LINEAR = (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Conv1d)
 
-    def __init__(self, block: ExpertBlock, heard: Heard, visit: Visit, experts: nn.ModuleList, caller: nn.Module, since: Since) -> None:
-        self._block, self._heard, self._visit, self._experts, self._caller = block, heard, visit, experts, caller
+    def __init__(
+        self,
+        block: ExpertBlock,
+        heard: Heard,
+        visit: Visit,
+        experts: nn.ModuleList,
+        caller: nn.Module,
+        since: Since,
+    ) -> None:
+        self._block, self._heard, self._visit, self._experts, self._caller = (
+            block,
+            heard,
+            visit,
+            experts,
+            caller,
+        )
         self._since = since
-        self._rows: list[tuple[int, Tensor, Tensor]] = []  # (expert, output [n, H], gate [n]) of each call of an expert
+        self._rows: list[
+            tuple[int, Tensor, Tensor]
+        ] = []  # (expert, output [n, H], gate [n]) of each call of an expert
         self._gate = torch.empty(0)
 
     def attach(self, stack: ExitStack) -> None:
-        holders = [module for module in self._experts.modules() if next(module.parameters(recurse=False), None) is not None]
+        holders = [
+            module
+            for module in self._experts.modules()
+            if next(module.parameters(recurse=False), None) is not None
+        ]
         self._exact = all(isinstance(module, self.LINEAR) for module in holders)
         for module in holders:
             stack.callback(module.register_forward_hook(self._product).remove)
@@ -81,29 +111,63 @@ class Listed:
             return
         last, width = next(tensors_of(output)), calls[0][1].shape[-1]
         tokens = last.numel() // last.shape[-1]
-        sums = (tensor.reshape(tokens, width) for tensor in (last, *since) if tensor.shape[-1:] == (width,) and tensor.numel() == tokens * width)
-        places = next(filter(None, (self._places(mixed, [values for _, values, _ in calls]) for mixed in sums)), None)
+        sums = (
+            tensor.reshape(tokens, width)
+            for tensor in (last, *since)
+            if tensor.shape[-1:] == (width,) and tensor.numel() == tokens * width
+        )
+        places = next(
+            filter(None, (self._places(mixed, [values for _, values, _ in calls]) for mixed in sums)), None
+        )
         if places is None:
             raise self._unseen()
         weight, token = places
         expert = torch.cat([torch.full_like(gate, number, dtype=torch.int64) for number, _, gate in calls])
         norm = torch.cat([norms(values.reshape(len(gate), -1)) for _, values, gate in calls]) * weight.abs()
         gates = tuple(gate for *_, gate in calls) if self._exact else ()
-        self._visit(Call(self._block, tokens, token, expert, weight, norm, gates, logits_in(self._heard, self._block, tokens)))
+        self._visit(
+            Call(
+                self._block,
+                tokens,
+                token,
+                expert,
+                weight,
+                norm,
+                gates,
+                logits_in(self._heard, self._block, tokens),
+            )
+        )
 
     def _places(self, mixed: Tensor, outputs: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
-        """The router weight and the token of every row of the experts' outputs, [P] each; None if they are not just weighted and added up."""
+        """The router weight and the token of every row of the experts' outputs, [P] each; None if they
+        are not just weighted and added up.
+        """
         tokens, width = mixed.shape
         if width < 3 or not mixed.requires_grad or any(values.shape[-1] != width for values in outputs):
             return None
-        digits = torch.arange(tokens, device=mixed.device)[:, None] >> torch.arange(max(tokens - 1, 1).bit_length(), device=mixed.device) & 1  # [tokens, bits]
+        digits = (
+            torch.arange(tokens, device=mixed.device)[:, None]
+            >> torch.arange(max(tokens - 1, 1).bit_length(), device=mixed.device)
+            & 1
+        )  # [tokens, bits]
         token, done = torch.zeros(0, dtype=torch.int64), 0
         while done < digits.shape[1]:
             some = digits[:, done : done + width - 2]
             ones = digits.new_ones(tokens, 1)
-            slopes = torch.cat([ones, some, ones.expand(-1, width - 1 - some.shape[1])], 1).to(mixed)  # [tokens, H]
+            slopes = torch.cat([ones, some, ones.expand(-1, width - 1 - some.shape[1])], 1).to(
+                mixed
+            )  # [tokens, H]
             found = torch.autograd.grad(mixed, outputs, slopes, retain_graph=True, allow_unused=True)
-            rows = torch.cat([slopes.new_full((1, width), torch.nan) if gradient is None else gradient.reshape(-1, width) for gradient in found])  # [P, H]
+            rows = torch.cat(
+                [
+                    (
+                        slopes.new_full((1, width), torch.nan)
+                        if gradient is None
+                        else gradient.reshape(-1, width)
+                    )
+                    for gradient in found
+                ]
+            )  # [P, H]
             weight = rows[:, 0]
             if not torch.allclose(weight, rows[:, -1]):  # nor is it, where an expert has no part in it
                 return None
@@ -116,5 +180,7 @@ class Listed:
         name = self._block.name
         return Unseen(
             name,
-            f"Block {name!r} does not just add up what its experts give, weighted by its router, so that routing cannot be seen: leave it out with skip={name!r}, or score experts with removal='l2' and protection='deletion'.",
+            f"Block {name!r} does not just add up what its experts give, weighted by its router, so that"
+            f" routing cannot be seen: leave it out with skip={name!r}, or score experts with removal='l2'"
+            " and protection='deletion'.",
         )

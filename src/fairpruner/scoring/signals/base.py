@@ -17,7 +17,9 @@ from fairpruner.errors import FairprunerError, unknown
 from fairpruner.scoring.processes import Processes
 
 Role = Literal["removal", "protection"]
-Need = Literal["activations", "gradients", "gates", "deletions", "routing", "routed_gradients", "routed_losses"]
+Need = Literal[
+    "activations", "gradients", "gates", "deletions", "routing", "routed_gradients", "routed_losses"
+]
 
 DENSE: frozenset[Kind] = frozenset({"channel", "hidden", "head"})  # kinds whose units all samples use
 ROUTED: frozenset[Kind] = frozenset({"expert"})
@@ -36,7 +38,9 @@ class Task:
 
 @dataclass(frozen=True)
 class Step:
-    """One batch: its number of samples (for a language model, of predicted tokens), and which half of the data (0 or 1) it belongs to."""
+    """One batch: its number of samples (for a language model, of predicted tokens), and which half of the
+    data (0 or 1) it belongs to.
+    """
 
     samples: int
     half: int
@@ -44,7 +48,9 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """A signal's outcome: scores [J] for each space, those of two disjoint halves of the data [2, J], and how they were made."""
+    """A signal's outcome: scores [J] for each space, those of two disjoint halves of the data [2, J], and
+    how they were made.
+    """
 
     scores: Mapping[str, Floats]
     halves: Mapping[str, Floats] = field(default_factory=dict)
@@ -54,7 +60,10 @@ class Reading:
 class Meter:
     """One signal during one calibration pass; overrides what it asked to be shown."""
 
-    pools_tokens: ClassVar[bool] = False  # of texts, show the mean over the real tokens of each; otherwise every real token is a sample
+    pools_tokens: ClassVar[bool] = (
+        # of texts, show the mean over the real tokens of each; otherwise every real token is a sample
+        False
+    )
 
     def see_activation(self, space: UnitSpace, activation: Tensor, labels: Tensor) -> None:
         """What the space's consumer reads, [N, J, F], and the labels of the samples, [N]."""
@@ -63,16 +72,22 @@ class Meter:
         """The mean loss's gradient by parameter, for every parameter that a unit owns a part of."""
 
     def see_gates(self, terms: Mapping[str, Tensor], step: Step) -> None:
-        """For each space, minus the first-order change of each sample's loss as a unit is gated off, [N, J]."""
+        """For each space, minus the first-order change of each sample's loss as a unit is gated off, [N,
+        J].
+        """
 
     def see_deletions(self, loss_change: Callable[[UnitSpace, int], float], step: Step) -> None:
         """A function that gives the change of the mean loss when one unit of a space is removed."""
 
     def see_routing(self, tallies: Mapping[str, Mapping[str, Tensor]], step: Step) -> None:
-        """For each space of experts, what the batch's tokens sum up to for each expert, [E]: how many selected it, with what router weight, …"""
+        """For each space of experts, what the batch's tokens sum up to for each expert, [E]: how many
+        selected it, with what router weight, …
+        """
 
     def join(self, processes: Processes) -> None:
-        """Take in what this signal's meters saw in the other processes of a job, so that all hold the same; nothing to do without data."""
+        """Take in what this signal's meters saw in the other processes of a job, so that all hold the
+        same; nothing to do without data.
+        """
 
     def read(self) -> Reading:
         """The outcome, asked for once, after the last batch."""
@@ -80,7 +95,9 @@ class Meter:
 
 
 class Signal(ABC):
-    """A way to give each unit one number; `start` opens a fresh measurement, so one signal may serve many passes."""
+    """A way to give each unit one number; `start` opens a fresh measurement, so one signal may serve many
+    passes.
+    """
 
     name: str
     kinds: ClassVar[frozenset[Kind]] = DENSE  # of the spaces that it can score
@@ -120,12 +137,18 @@ class _WeightMeter(Meter):
 
     def read(self) -> Reading:
         signal, task = self._signal, self._task
-        return Reading({space.name: as_scores(signal.function(space, task.model), space, signal.name) for space in task.spaces})
+        return Reading(
+            {
+                space.name: as_scores(signal.function(space, task.model), space, signal.name)
+                for space in task.spaces
+            }
+        )
 
 
 @dataclass(frozen=True)
 class ActivationSignal(Signal):
-    """A signal that sees the activations: a class built as `kind(space)` with `update(activation, labels)` and `compute()`.
+    """A signal that sees the activations: a class built as `kind(space)` with `update(activation,
+    labels)` and `compute()`.
 
     If the class also has `halves()`, it returns the scores of two disjoint halves of the samples, [2, J].
     """
@@ -150,13 +173,21 @@ class _ActivationMeter(Meter):
         for watcher in self._watchers.values():
             if not hasattr(watcher, "join"):
                 raise FairprunerError(
-                    f"Signal {self._name!r} saw a part of the data in each of {processes.size} processes: give it a method join(processes), or score in one."
+                    f"Signal {self._name!r} saw a part of the data in each of {processes.size} processes:"
+                    " give it a method join(processes), or score in one."
                 )
             watcher.join(processes)
 
     def read(self) -> Reading:
-        scores = {space.name: as_scores(self._watchers[space.name].compute(), space, self._name) for space in self._spaces}
-        halves = {name: np.asarray(w.halves(), dtype=np.float64) for name, w in self._watchers.items() if hasattr(w, "halves")}
+        scores = {
+            space.name: as_scores(self._watchers[space.name].compute(), space, self._name)
+            for space in self._spaces
+        }
+        halves = {
+            name: np.asarray(w.halves(), dtype=np.float64)
+            for name, w in self._watchers.items()
+            if hasattr(w, "halves")
+        }
         return Reading(scores, halves)
 
 
@@ -178,7 +209,8 @@ def names(role: Role) -> tuple[str, ...]:
 
 
 def removal_signal(name: str) -> Callable[[Own], Own]:
-    """Register an own removal signal (small = remove first): a function of (space, model), or a class with `update` and `compute`.
+    """Register an own removal signal (small = remove first): a function of (space, model), or a class
+    with `update` and `compute`.
 
     >>> @removal_signal("bias_size")
     ... def bias_size(space, model):
@@ -212,7 +244,9 @@ def _decorator(role: Role, name: str) -> Callable[[Own], Own]:
         raise FairprunerError(f"The {role} signal {name!r} is built in: register yours under another name.")
 
     def register(own: Own) -> Own:
-        _registry[role][name] = ActivationSignal(name, own) if isinstance(own, type) else WeightSignal(name, own)
+        _registry[role][name] = (
+            ActivationSignal(name, own) if isinstance(own, type) else WeightSignal(name, own)
+        )
         return own
 
     return register

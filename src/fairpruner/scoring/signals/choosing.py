@@ -40,9 +40,11 @@ class Choice:
 
 
 def resolve(role: Role, asked: Asked | None) -> tuple[ByKind, ...] | None:
-    """The signals that were asked for, one or several, each by name, as an object, or as a mapping from kinds of spaces.
+    """The signals that were asked for, one or several, each by name, as an object, or as a mapping from
+    kinds of spaces.
 
-    >>> [{kind: signal.name for kind, signal in one.items()} for one in resolve("removal", {"head": "l2", "expert": "reap"})]
+    >>> found = resolve("removal", {"head": "l2", "expert": "reap"})
+    >>> [{kind: signal.name for kind, signal in one.items()} for one in found]
     [{'head': 'l2', 'expert': 'reap'}]
     """
     if asked is None:
@@ -54,18 +56,27 @@ def resolve(role: Role, asked: Asked | None) -> tuple[ByKind, ...] | None:
 
 
 def defaults(role: Role, classes: bool) -> ByKind:
-    """The signal for each kind when none is asked for; `classes` says whether the samples have any to compare."""
-    found: ByKind = {kind: named(role, WITHOUT_CLASSES if name == "wasserstein" and not classes else name) for kind, name in DEFAULTS[role].items()}
+    """The signal for each kind when none is asked for; `classes` says whether the samples have any to
+    compare.
+    """
+    found: ByKind = {
+        kind: named(role, WITHOUT_CLASSES if name == "wasserstein" and not classes else name)
+        for kind, name in DEFAULTS[role].items()
+    }
     return found
 
 
 def choose(role: Role, wanted: Sequence[ByKind], spaces: Spaces) -> tuple[Choice, ...]:
-    """What was asked for, narrowed to the kinds that the spaces have; an error where a kind would go without a score."""
+    """What was asked for, narrowed to the kinds that the spaces have; an error where a kind would go
+    without a score.
+    """
     kinds = [kind for kind in KINDS if any(space.kind == kind for space in spaces)]
     choices = tuple(_choice(role, by_kind, kinds) for by_kind in wanted)
     found = [choice.name for choice in choices]
     if len(set(found)) != len(found):
-        raise FairprunerError(f"The {role} signals are {found}, expected each name once; rename one with name=.")
+        raise FairprunerError(
+            f"The {role} signals are {found}, expected each name once; rename one with name=."
+        )
     return choices
 
 
@@ -77,7 +88,11 @@ def _by_kind(role: Role, one: One) -> ByKind:
     for kind in one:
         if kind not in KINDS:
             raise unknown("kind", kind, KINDS)
-    chosen = {kind: signal if isinstance(signal := one[kind], Signal) else named(role, signal) for kind in KINDS if kind in one}
+    chosen = {
+        kind: signal if isinstance(signal := one[kind], Signal) else named(role, signal)
+        for kind in KINDS
+        if kind in one
+    }
     for kind, signal in chosen.items():
         if kind not in signal.kinds:
             raise _cannot(role, signal, [kind])
@@ -88,20 +103,37 @@ def _choice(role: Role, by_kind: ByKind, kinds: Sequence[Kind]) -> Choice:
     missing = [kind for kind in kinds if kind not in by_kind]
     if missing:
         signal = next(iter(by_kind.values()))
-        raise _cannot(role, signal, missing) if len({*by_kind.values()}) == 1 and missing[0] not in signal.kinds else _forgotten(role, by_kind, missing)
+        raise (
+            _cannot(role, signal, missing)
+            if len({*by_kind.values()}) == 1 and missing[0] not in signal.kinds
+            else _forgotten(role, by_kind, missing)
+        )
     chosen = {kind: by_kind[kind] for kind in kinds}
     signals = {signal.name for signal in chosen.values()}
-    return Choice(signals.pop() if len(signals) == 1 else "+".join(f"{kind}={signal.name}" for kind, signal in chosen.items()), chosen)
+    return Choice(
+        (
+            signals.pop()
+            if len(signals) == 1
+            else "+".join(f"{kind}={signal.name}" for kind, signal in chosen.items())
+        ),
+        chosen,
+    )
 
 
 def _cannot(role: Role, signal: Signal, kinds: Sequence[Kind]) -> FairprunerError:
     able = [kind for kind in KINDS if kind in signal.kinds]
     others = {**dict.fromkeys(able, signal.name), **{kind: DEFAULTS[role][kind] for kind in kinds}}
     return FairprunerError(
-        f"The {role} signal {signal.name!r} cannot score spaces of kind {', '.join(kinds)}, only {', '.join(able)}: write {role}={others}, or leave spaces out with spaces.only(kinds={able})."
+        f"The {role} signal {signal.name!r} cannot score spaces of kind {', '.join(kinds)}, only"
+        f" {', '.join(able)}: write {role}={others}, or leave spaces out with spaces.only(kinds={able})."
     )
 
 
 def _forgotten(role: Role, by_kind: ByKind, kinds: Sequence[Kind]) -> FairprunerError:
-    complete = {**{kind: signal.name for kind, signal in by_kind.items()}, **{kind: DEFAULTS[role][kind] for kind in kinds}}
-    return FairprunerError(f"The {role} signals name none for spaces of kind {', '.join(kinds)}: write {role}={complete}.")
+    complete = {
+        **{kind: signal.name for kind, signal in by_kind.items()},
+        **{kind: DEFAULTS[role][kind] for kind in kinds},
+    }
+    return FairprunerError(
+        f"The {role} signals name none for spaces of kind {', '.join(kinds)}: write {role}={complete}."
+    )

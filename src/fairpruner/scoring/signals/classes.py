@@ -1,4 +1,6 @@
-"""Grouping classes: K-means on class prototypes, so that many classes are compared as a few groups (the paper's grouped U-Score)."""
+"""Grouping classes: K-means on class prototypes, so that many classes are compared as a few groups (the
+paper's grouped U-Score).
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ class ClassGroups:
         new = (labels >= len(known)) | (groups < 0)
         if new.any():
             raise FairprunerError(
-                f"Class {int(labels[new][0])} came up only after the classes had been grouped: give data that yields the same samples each time."
+                f"Class {int(labels[new][0])} came up only after the classes had been grouped: give data that"
+                " yields the same samples each time."
             )
         return groups
 
@@ -44,14 +47,18 @@ def group_classes(batches: Iterable[tuple[Tensor, Tensor]], groups: int, seed: i
             sums[label] = sums.get(label, 0.0) + total
             counts[label] = counts.get(label, 0) + count
     if not 2 <= groups <= len(sums):
-        raise FairprunerError(f"groups={groups} cannot group the {len(sums)} classes of the data: expected 2 <= groups <= {len(sums)}.")
+        raise FairprunerError(
+            f"groups={groups} cannot group the {len(sums)} classes of the data: expected 2 <= groups <="
+            f" {len(sums)}."
+        )
     classes = np.array(sorted(sums))
     prototypes = np.stack([sums[label] / counts[label] for label in classes.tolist()])
     return ClassGroups(classes, kmeans(prototypes, groups, seed))
 
 
 def kmeans(points: Floats, groups: int, seed: int) -> Ints:
-    """The cluster of each point [K, D] -> [K]: Lloyd's iterations from a k-means++ start; no cluster is empty.
+    """The cluster of each point [K, D] -> [K]: Lloyd's iterations from a k-means++ start; no cluster is
+    empty.
 
     >>> kmeans(np.array([[0.0], [10.0], [0.1], [10.2]]), 2, seed=0).tolist() in ([0, 1, 0, 1], [1, 0, 1, 0])
     True

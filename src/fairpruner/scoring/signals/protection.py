@@ -36,7 +36,9 @@ class HalvedMeans:
         everybody = processes.gathered((self._sums, self._counts))
         self._counts = np.sum([counts for _, counts in everybody], axis=0)
         keys = dict.fromkeys(key for sums, _ in everybody for key in sums)
-        self._sums = {key: np.sum([sums[key] for sums, _ in everybody if key in sums], axis=0) for key in keys}
+        self._sums = {
+            key: np.sum([sums[key] for sums, _ in everybody if key in sums], axis=0) for key in keys
+        }
 
     def of(self, key: Hashable, size: int) -> Floats:
         """The mean over all samples, then over each half if both have samples: [1 or 3, size]."""
@@ -53,7 +55,9 @@ def absolute(means: Mapping[str, Floats]) -> Reading:
 
 @dataclass(frozen=True)
 class Taylor(Signal):
-    """The paper's R-Score (Algorithm 2): |mean over samples of <gradient, weights>| over all parameters of the unit."""
+    """The paper's R-Score (Algorithm 2): |mean over samples of <gradient, weights>| over all parameters
+    of the unit.
+    """
 
     name: str = "taylor"
     needs: ClassVar[frozenset[Need]] = frozenset({"gradients"})
@@ -76,7 +80,9 @@ class _TaylorMeter(Meter):
         self._spaces = task.spaces
         self._parameters = dict(task.model.named_parameters(remove_duplicate=False))
         self._dims: dict[str, set[int]] = {}  # of each tensor, those along which units lie
-        for part in (part for space in task.spaces for part in space.slices if part.tensor in self._parameters):
+        for part in (
+            part for space in task.spaces for part in space.slices if part.tensor in self._parameters
+        ):
             self._dims.setdefault(part.tensor, set()).add(part.dim)
         self._crossings = {space.name: _crossings(space) for space in task.spaces}
         self._means = HalvedMeans()
@@ -95,7 +101,9 @@ class _TaylorMeter(Meter):
             for space, crossing in crossings:
                 if crossing.tensor == tensor:
                     shared = product.flatten(2).sum(2) if product.ndim > 2 else product  # [O, I]
-                    self._means.add((space, tensor), shared[crossing.rows, crossing.columns] * step.samples, step)
+                    self._means.add(
+                        (space, tensor), shared[crossing.rows, crossing.columns] * step.samples, step
+                    )
 
     def join(self, processes: Processes) -> None:
         self._means.join(processes)
@@ -105,8 +113,15 @@ class _TaylorMeter(Meter):
 
     def _of(self, space: UnitSpace) -> Floats:
         """Signed means of <gradient, weights> of each unit, [1 or 3, J]."""
-        parts = [(self._means.of((p.tensor, p.dim), p.owner.size), p.owner) for p in space.slices if p.tensor in self._parameters]
-        parts += [(-self._means.of((space.name, c.tensor), c.units.size), c.units) for c in self._crossings[space.name]]
+        parts = [
+            (self._means.of((p.tensor, p.dim), p.owner.size), p.owner)
+            for p in space.slices
+            if p.tensor in self._parameters
+        ]
+        parts += [
+            (-self._means.of((space.name, c.tensor), c.units.size), c.units)
+            for c in self._crossings[space.name]
+        ]
         total: Floats = np.sum([_by_owner(means, owner, space.size) for means, owner in parts], axis=0)
         return total
 
@@ -116,7 +131,9 @@ def _precise(tensor: Tensor) -> Tensor:
 
 
 def _sums_along(product: Tensor, dim: int) -> Tensor:
-    """The sum for each index of a dim, [size]; one dim after the other, which is quicker than all others at once."""
+    """The sum for each index of a dim, [size]; one dim after the other, which is quicker than all others
+    at once.
+    """
     if dim:
         product = product.flatten(0, dim - 1).sum(0)
     return product.flatten(1).sum(1) if product.ndim > 1 else product
@@ -142,7 +159,8 @@ def _crossings(space: UnitSpace) -> list[_Crossing]:
 
 @dataclass(frozen=True)
 class Taylor2(Signal):
-    """Second order about deletion: |-mean c + mean c² / 2|, c the first-order loss change of gating off what consumers read.
+    """Second order about deletion: |-mean c + mean c² / 2|, c the first-order loss change of gating off
+    what consumers read.
 
     The curvature is the Gauss-Newton one, from each sample's own term.
     """
@@ -173,7 +191,9 @@ class _Taylor2Meter(Meter):
 
 @dataclass(frozen=True)
 class Deletion(Signal):
-    """The exact change of the mean loss as each unit is removed alone: one forward for every unit and batch."""
+    """The exact change of the mean loss as each unit is removed alone: one forward for every unit and
+    batch.
+    """
 
     name: str = "deletion"
     kinds: ClassVar[frozenset[Kind]] = frozenset(KINDS)
@@ -190,7 +210,9 @@ class _DeletionMeter(Meter):
     def see_deletions(self, loss_change: Callable[[UnitSpace, int], float], step: Step) -> None:
         self._means.count(step)
         for space in self._spaces:
-            changes = torch.tensor([loss_change(space, unit) for unit in range(space.size)], dtype=torch.float64)
+            changes = torch.tensor(
+                [loss_change(space, unit) for unit in range(space.size)], dtype=torch.float64
+            )
             self._means.add(space.name, changes * step.samples, step)
 
     def join(self, processes: Processes) -> None:

@@ -1,4 +1,6 @@
-"""The removal signal that knows about repair: in what order units can go with the least error once the rest compensates."""
+"""The removal signal that knows about repair: in what order units can go with the least error once the
+rest compensates.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,19 @@ from fairpruner.models.observing import positions_of
 from fairpruner.scoring.processes import Processes
 from fairpruner.scoring.signals.base import Meter, Need, Reading, Signal, Task
 
-DAMPING = 1e-6  # share of the units' mean variance that is added to each, so that redundant units leave the covariance invertible
+# share of the units' mean variance that is added to each, so that redundant units leave the covariance
+# invertible
+DAMPING = 1e-6
 
 
 @dataclass(frozen=True)
 class Reconstruction(Signal):
-    """Greedy removal by the least squares error of what consumers compute, the kept units compensating (Optimal Brain Surgeon).
+    """Greedy removal by the least squares error of what consumers compute, the kept units compensating
+    (Optimal Brain Surgeon).
 
-    A unit's score is the error summed up to its removal, divided by the FLOPs that one unit of the space costs: sorting
-    within a space gives the greedy order, and the rule `global`, which compares spaces, spends FLOPs where they count.
+    A unit's score is the error summed up to its removal, divided by the FLOPs that one unit of the space
+    costs: sorting within a space gives the greedy order, and the rule `global`, which compares spaces,
+    spends FLOPs where they count.
     """
 
     name: str = "reconstruction"
@@ -50,16 +56,21 @@ class _ReconstructionMeter(Meter):
         scores, halves = {}, {}
         for space in self._task.spaces:
             moments = self._moments[space.name]
-            weights = reading_gram(space, self._task.model, moments.width) / unit_flops(space, self._task.spaces)
+            weights = reading_gram(space, self._task.model, moments.width) / unit_flops(
+                space, self._task.spaces
+            )
             scores[space.name] = greedy_errors(moments.covariance((0, 1)), weights, space.size)
-            halves[space.name] = np.stack([greedy_errors(moments.covariance((parity,)), weights, space.size) for parity in (0, 1)])
+            halves[space.name] = np.stack(
+                [greedy_errors(moments.covariance((parity,)), weights, space.size) for parity in (0, 1)]
+            )
         return Reading(scores, halves)
 
 
 class _Moments:
     """Sums of what consumers read and of its products, over the even and over the odd samples.
 
-    A unit of D features of its own, as the output of a head, fills D rows; positions of one map are further samples of one row.
+    A unit of D features of its own, as the output of a head, fills D rows; positions of one map are
+    further samples of one row.
     """
 
     def __init__(self, space: UnitSpace) -> None:
@@ -82,7 +93,9 @@ class _Moments:
 
     def join(self, processes: Processes) -> None:
         everybody = processes.gathered((self._products, self._sums, self._rows))
-        self._products, self._sums, self._rows = (np.sum(parts, axis=0) for parts in zip(*everybody, strict=True))
+        self._products, self._sums, self._rows = (
+            np.sum(parts, axis=0) for parts in zip(*everybody, strict=True)
+        )
 
     def covariance(self, parities: tuple[int, ...]) -> Floats:
         """[J D, J D]; zero if there were no samples."""
@@ -100,7 +113,9 @@ def unit_flops(space: UnitSpace, spaces: Spaces) -> int:
 
 
 def columns(space: UnitSpace) -> int:
-    """How many features of its own a unit has where it is observed: a head its size, a channel or hidden unit one."""
+    """How many features of its own a unit has where it is observed: a head its size, a channel or hidden
+    unit one.
+    """
     owner = space.observed.owner
     return int(np.bincount(owner[owner >= 0]).max()) if space.kind == "head" else 1
 
@@ -110,7 +125,9 @@ def reading_gram(space: UnitSpace, model: nn.Module, width: int) -> Floats:
     tensors = dict(model.named_parameters(remove_duplicate=False))
     gram = np.zeros((space.size * width, space.size * width))
     for part in space.slices_of("read"):
-        rows = tensors[part.tensor].detach().movedim(part.dim, 0).flatten(1).double().cpu().numpy()  # [indices, R]
+        rows = (
+            tensors[part.tensor].detach().movedim(part.dim, 0).flatten(1).double().cpu().numpy()
+        )  # [indices, R]
         table = positions_of(part.owner, space.size)  # [J, indices of a unit]
         if table.shape[1] % width:
             continue  # reads the units in another form than the one observed
@@ -121,15 +138,20 @@ def reading_gram(space: UnitSpace, model: nn.Module, width: int) -> Floats:
 
 
 def greedy_errors(covariance: Floats, weights: Floats, units: int) -> Floats:
-    """The summed error of the consumers' outputs as each unit goes, [J], from [J D, J D] moments of inputs and of weights.
+    """The summed error of the consumers' outputs as each unit goes, [J], from [J D, J D] moments of
+    inputs and of weights.
 
-    Each step removes the unit whose loss, W_j [C^-1]_jj^-1 W_j', is smallest, and lets the others take over its part.
+    Each step removes the unit whose loss, W_j [C^-1]_jj^-1 W_j', is smallest, and lets the others take
+    over its part.
     """
     width = len(covariance) // units
     damping = DAMPING * np.trace(covariance) / len(covariance) or 1.0
     inverse = torch.from_numpy(np.linalg.inv(covariance + damping * np.eye(len(covariance))))
     gram = torch.from_numpy(weights.copy())
-    left, alive = np.arange(units), np.ones(units, dtype=bool)  # the units whose rows the matrices hold, and which of them have not gone
+    left, alive = (
+        np.arange(units),
+        np.ones(units, dtype=bool),
+    )  # the units whose rows the matrices hold, and which of them have not gone
     score, total = np.zeros(units), 0.0
     for _ in range(units):
         if 4 * alive.sum() <= 3 * alive.size:  # rows of units that have gone cost time in every step
@@ -137,7 +159,9 @@ def greedy_errors(covariance: Floats, weights: Floats, units: int) -> Floats:
             inverse, gram = inverse[rows][:, rows], gram[rows][:, rows]
             left, alive = left[alive], alive[alive]
         own = torch.linalg.inv(_diagonal(inverse, width))  # [units left, D, D]
-        errors = torch.where(torch.from_numpy(alive), (own * _diagonal(gram, width).mT).sum((1, 2)), torch.inf)
+        errors = torch.where(
+            torch.from_numpy(alive), (own * _diagonal(gram, width).mT).sum((1, 2)), torch.inf
+        )
         position = int(errors.argmin())
         # Ties are told apart by the last bit, so that the order survives sorting.
         total = max(total + max(float(errors[position]), 0.0), float(np.nextafter(total, np.inf)))
@@ -147,7 +171,9 @@ def greedy_errors(covariance: Floats, weights: Floats, units: int) -> Floats:
         gain = -inverse[:, gone] @ own[position]  # [rows, D]
         gain[gone] = -torch.eye(width, dtype=gain.dtype)
         inverse.addmm_(gain, inverse[gone].clone())
-        gram.addmm_(torch.cat([gain, gram[:, gone] + gain @ gram[gone, gone]], 1), torch.cat([gram[gone], gain.T]))
+        gram.addmm_(
+            torch.cat([gain, gram[:, gone] + gain @ gram[gone, gone]], 1), torch.cat([gram[gone], gain.T])
+        )
         inverse[gone], inverse[:, gone] = 0.0, 0.0
         inverse[gone, gone] = torch.eye(width, dtype=inverse.dtype)
     return score
@@ -155,5 +181,7 @@ def greedy_errors(covariance: Floats, weights: Floats, units: int) -> Floats:
 
 def _diagonal(matrix: Tensor, width: int) -> Tensor:
     """The blocks on the diagonal, [J, D, D]."""
-    blocks: Tensor = matrix.unflatten(1, (-1, width)).unflatten(0, (-1, width)).diagonal(dim1=0, dim2=2).movedim(-1, 0)
+    blocks: Tensor = (
+        matrix.unflatten(1, (-1, width)).unflatten(0, (-1, width)).diagonal(dim1=0, dim2=2).movedim(-1, 0)
+    )
     return blocks

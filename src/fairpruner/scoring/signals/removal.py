@@ -1,4 +1,6 @@
-"""Removal signals that need no classes: norms and distances of a unit's own weights, its activation, or chance."""
+"""Removal signals that need no classes: norms and distances of a unit's own weights, its activation, or
+chance.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,13 @@ GRAM_COLUMNS = 4096  # weights of a unit that are compared at once, which bounds
 
 
 def written(space: UnitSpace, model: nn.Module) -> Iterator[tuple[Tensor, Ints]]:
-    """The weights that compute the units: for each tensor its rows [indices, R], and the unit that owns each row."""
-    tensors = {**dict(model.named_buffers(remove_duplicate=False)), **dict(model.named_parameters(remove_duplicate=False))}
+    """The weights that compute the units: for each tensor its rows [indices, R], and the unit that owns
+    each row.
+    """
+    tensors = {
+        **dict(model.named_buffers(remove_duplicate=False)),
+        **dict(model.named_parameters(remove_duplicate=False)),
+    }
     listed = {part: model.get_submodule(part.tensor) for part in space.slices if part.tensor not in tensors}
     for part, experts in listed.items():
         for same in zip(*(expert.parameters() for expert in experts.children()), strict=True):
@@ -31,19 +38,27 @@ def written(space: UnitSpace, model: nn.Module) -> Iterator[tuple[Tensor, Ints]]
                 yield torch.stack([matrix.detach().flatten() for matrix in same]), part.owner
     parts = space.slices_of("write")
     if not parts and not listed:
-        raise FairprunerError(f"Space {space.name!r} has no weights that write its units, so l1, l2 and fpgm cannot score it: choose another removal signal.")
+        raise FairprunerError(
+            f"Space {space.name!r} has no weights that write its units, so l1, l2 and fpgm cannot score it:"
+            " choose another removal signal."
+        )
     for part in parts:
         yield tensors[part.tensor].detach().movedim(part.dim, 0).flatten(1), part.owner
 
 
 def l1(space: UnitSpace, model: nn.Module) -> Floats:
     """The sum of the absolute weights that compute a unit, [J]."""
-    return _per_unit(space, [(rows.abs().sum(1, dtype=torch.float64), owner) for rows, owner in written(space, model)])
+    return _per_unit(
+        space, [(rows.abs().sum(1, dtype=torch.float64), owner) for rows, owner in written(space, model)]
+    )
 
 
 def l2(space: UnitSpace, model: nn.Module) -> Floats:
     """The Euclidean norm of the weights that compute a unit, [J]."""
-    norms = [(torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64), owner) for rows, owner in written(space, model)]
+    norms = [
+        (torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64), owner)
+        for rows, owner in written(space, model)
+    ]
     return np.sqrt(_per_unit(space, [(norm.square(), owner) for norm, owner in norms]))
 
 
@@ -56,7 +71,9 @@ def _per_unit(space: UnitSpace, parts: Sequence[tuple[Tensor, Ints]]) -> Floats:
 
 
 def fpgm(space: UnitSpace, model: nn.Module) -> Floats:
-    """The sum of distances to all other units of the space, [J]: small where a unit lies near their geometric median."""
+    """The sum of distances to all other units of the space, [J]: small where a unit lies near their
+    geometric median.
+    """
     gram = np.zeros((space.size, space.size))
     for rows, owner in written(space, model):
         for own in positions_of(owner, space.size).T:  # the first row of each unit, the second, …
@@ -76,7 +93,13 @@ class MeanActivation:
         self._counts = np.zeros((2, 1))
 
     def update(self, activation: Tensor, labels: Tensor) -> None:
-        means = activation.abs().mean(2, dtype=torch.float64 if activation.dtype == torch.float64 else torch.float32).double().cpu().numpy()  # [N, J]
+        means = (
+            activation.abs()
+            .mean(2, dtype=torch.float64 if activation.dtype == torch.float64 else torch.float32)
+            .double()
+            .cpu()
+            .numpy()
+        )  # [N, J]
         seen = int(self._counts.sum())
         for parity in (0, 1):
             own = means[(parity - seen) % 2 :: 2]
@@ -112,7 +135,12 @@ class _RandomMeter(Meter):
 
     def read(self) -> Reading:
         task = self._task
-        return Reading({space.name: np.random.default_rng(_seed(task.seed, task.role, space.name)).random(space.size) for space in task.spaces})
+        return Reading(
+            {
+                space.name: np.random.default_rng(_seed(task.seed, task.role, space.name)).random(space.size)
+                for space in task.spaces
+            }
+        )
 
 
 def _seed(*parts: object) -> int:

@@ -1,4 +1,6 @@
-"""Signals for routed experts: how much routers use them, what they add, and what the loss would lose with them."""
+"""Signals for routed experts: how much routers use them, what they add, and what the loss would lose with
+them.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from fairpruner.scoring.signals.protection import HalvedMeans, absolute
 
 @dataclass(frozen=True)
 class RoutingShare(Signal):
-    """A quantity summed over the tokens for each expert, per another: what `routing.Call.tally` counts, by name."""
+    """A quantity summed over the tokens for each expert, per another: what `routing.Call.tally` counts,
+    by name.
+    """
 
     name: str
     amount: str
@@ -41,7 +45,8 @@ class _ShareMeter(Meter):
             for quantity in (self._signal.amount, self._signal.per):
                 if quantity not in tallies[space.name]:
                     raise FairprunerError(
-                        f"Signal {self._signal.name!r} cannot score space {space.name!r}, whose router does not show its logits: use removal='soft_activation'."
+                        f"Signal {self._signal.name!r} cannot score space {space.name!r}, whose router does"
+                        " not show its logits: use removal='soft_activation'."
                     )
                 self._means.add((space.name, quantity), tallies[space.name][quantity], step)
 
@@ -50,10 +55,15 @@ class _ShareMeter(Meter):
 
     def read(self) -> Reading:
         values = {space.name: self._of(space.name, space.size) for space in self._spaces}
-        return Reading({name: rows[0] for name, rows in values.items()}, {name: rows[1:] for name, rows in values.items() if len(rows) == 3})
+        return Reading(
+            {name: rows[0] for name, rows in values.items()},
+            {name: rows[1:] for name, rows in values.items() if len(rows) == 3},
+        )
 
     def _of(self, space: str, size: int) -> Floats:
-        amount, per = (self._means.of((space, quantity), size) for quantity in (self._signal.amount, self._signal.per))  # [1 or 3, E or 1]
+        amount, per = (
+            self._means.of((space, quantity), size) for quantity in (self._signal.amount, self._signal.per)
+        )  # [1 or 3, E or 1]
         return np.divide(amount, per, out=np.zeros_like(amount), where=per > 0)
 
 
@@ -65,7 +75,9 @@ REAP = RoutingShare("reap", "output", "selected")
 
 @dataclass(frozen=True)
 class RoutedTaylor(Signal):
-    """The paper's routing-weighted R-Score: |mean over tokens of g <gradient, weights of the expert>|, g the router weight where the expert is used."""
+    """The paper's routing-weighted R-Score: |mean over tokens of g <gradient, weights of the expert>|, g
+    the router weight where the expert is used.
+    """
 
     name: str = "routed_taylor"
     kinds: ClassVar[frozenset[Kind]] = ROUTED
@@ -78,7 +90,9 @@ class RoutedTaylor(Signal):
 
 @dataclass(frozen=True)
 class RoutedTaylorExact(RoutedTaylor):
-    """The same with g at the token whose loss it is, to the letter of the paper's equation: a backward for every position of a text."""
+    """The same with g at the token whose loss it is, to the letter of the paper's equation: a backward
+    for every position of a text.
+    """
 
     name: str = "routed_taylor_exact"
     needs: ClassVar[frozenset[Need]] = frozenset({"routed_losses"})

@@ -1,7 +1,9 @@
-"""The paper's U-Score (Algorithm 1): how far apart the classes drive a unit, as a (sliced) Wasserstein-1 distance.
+"""The paper's U-Score (Algorithm 1): how far apart the classes drive a unit, as a (sliced) Wasserstein-1
+distance.
 
-On a common grid of quantiles, the W1 distance of two classes is the L1 distance of their quantile vectors, and so is
-the sliced one, over all directions at once. The score is thus the L1 diameter of K points.
+On a common grid of quantiles, the W1 distance of two classes is the L1 distance of their quantile
+vectors, and so is the sliced one, over all directions at once. The score is thus the L1 diameter of K
+points.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ FEW_POINTS = 16  # below this, plain differences are quicker than cdist
 
 @dataclass(frozen=True)
 class Wasserstein(Signal):
-    """The largest sliced W1 distance between two classes of a unit's output, over random directions in R^F; exact W1 if F = 1."""
+    """The largest sliced W1 distance between two classes of a unit's output, over random directions in
+    R^F; exact W1 if F = 1.
+    """
 
     projections: int = 32
     name: str = "wasserstein"
@@ -39,7 +43,9 @@ class Wasserstein(Signal):
 
     def __post_init__(self) -> None:
         if self.projections < 1:
-            raise FairprunerError(f"Signal {self.name!r} has {self.projections} projections, expected at least 1.")
+            raise FairprunerError(
+                f"Signal {self.name!r} has {self.projections} projections, expected at least 1."
+            )
 
     def start(self, task: Task) -> Meter:
         return _WassersteinMeter(self, task)
@@ -67,8 +73,8 @@ class WassersteinPooled(Wasserstein):
 def capacity(units: int, classes: int, projections: int, itemsize: int) -> tuple[int, int]:
     """How many samples of a class to keep (M) and how many projections to make, within STATE_BYTES.
 
-    The state holds M recent values and two sums of M/2 for each class, unit and projection. With very many classes
-    there are fewer projections, so that M does not fall below SMALLEST.
+    The state holds M recent values and two sums of M/2 for each class, unit and projection. With very
+    many classes there are fewer projections, so that M does not fall below SMALLEST.
     """
     affordable = STATE_BYTES // (2 * units * classes * itemsize)  # M times projections
     kept = LARGEST
@@ -81,7 +87,9 @@ class _WassersteinMeter(Meter):
     pools_tokens = True  # so that texts of any length are points of one space
 
     def __init__(self, signal: Wasserstein, task: Task) -> None:
-        itemsize = max((p.element_size() for p in task.model.parameters() if p.dtype == torch.float64), default=4)
+        itemsize = max(
+            (p.element_size() for p in task.model.parameters() if p.dtype == torch.float64), default=4
+        )
         units = sum(space.size for space in task.spaces)
         self._signal, self._seed = signal, task.seed
         self._kept, self._projections = capacity(units, task.classes, signal.projections, itemsize)
@@ -99,7 +107,11 @@ class _WassersteinMeter(Meter):
         order = np.argsort(present, kind="stable")
         found, starts = np.unique(present[order], return_index=True)
         classes = self._classes[space.name]
-        for label, own in zip(found.tolist(), torch.from_numpy(order).to(rows.device).tensor_split(starts[1:].tolist()), strict=True):
+        for label, own in zip(
+            found.tolist(),
+            torch.from_numpy(order).to(rows.device).tensor_split(starts[1:].tolist()),
+            strict=True,
+        ):
             if label not in classes:
                 classes[label] = ClassQuantiles(rows.shape[1], self._kept, rows)
             classes[label].extend(rows, own)
@@ -108,22 +120,32 @@ class _WassersteinMeter(Meter):
         features = values.shape[2]
         known = self._directions.get(space.name)
         if known is None or (len(known) != features and isinstance(self._signal, WassersteinPooled)):
-            drawn = self._signal.directions(features, self._projections, (self._seed, self._position[space.name]))
+            drawn = self._signal.directions(
+                features, self._projections, (self._seed, self._position[space.name])
+            )
             known = self._directions[space.name] = torch.from_numpy(drawn).to(values)
         if len(known) != features:
             raise FairprunerError(
-                f"Space {space.name!r} has {features} features to a unit in this batch and {len(known)} before: give inputs of one size, or use removal='wasserstein_pooled'."
+                f"Space {space.name!r} has {features} features to a unit in this batch and {len(known)}"
+                " before: give inputs of one size, or use removal='wasserstein_pooled'."
             )
         return known
 
     def join(self, processes: Processes) -> None:
         for name, classes in self._classes.items():
-            # A process without samples, or without some class, learns from the others what it has to make room for.
-            known = processes.gathered([(label, one.columns, str(one.dtype)) for label, one in classes.items()])
+            # A process without samples, or without some class, learns from the others what it has to make
+            # room for.
+            known = processes.gathered(
+                [(label, one.columns, str(one.dtype)) for label, one in classes.items()]
+            )
             for label, columns, dtype in sorted({entry for entries in known for entry in entries}):
                 if label not in classes:
                     classes[label] = ClassQuantiles(
-                        columns, self._kept, torch.empty(0, dtype=getattr(torch, dtype.removeprefix("torch.")), device=self._device)
+                        columns,
+                        self._kept,
+                        torch.empty(
+                            0, dtype=getattr(torch, dtype.removeprefix("torch.")), device=self._device
+                        ),
                     )
                 classes[label].join(processes)
             self._classes[name] = dict(sorted(classes.items()))
@@ -131,9 +153,14 @@ class _WassersteinMeter(Meter):
     def read(self) -> Reading:
         scores, halves = {}, {}
         for space in self._spaces:
-            classes = list(self._classes.pop(space.name).values())  # popped, so that a space's state is freed once it is scored
+            classes = list(
+                self._classes.pop(space.name).values()
+            )  # popped, so that a space's state is freed once it is scored
             if len(classes) < 2:
-                raise FairprunerError(f"Signal {self._signal.name!r} compares classes, and the data holds {len(classes)}: give samples of at least 2.")
+                raise FairprunerError(
+                    f"Signal {self._signal.name!r} compares classes, and the data holds {len(classes)}: give"
+                    " samples of at least 2."
+                )
             scores[space.name], *of_halves = _diameters(classes, space.size, classes[0].columns // space.size)
             if len(of_halves) == 2:
                 halves[space.name] = np.stack(of_halves)
@@ -141,7 +168,9 @@ class _WassersteinMeter(Meter):
 
 
 def _diameters(classes: Sequence[ClassQuantiles], units: int, projections: int) -> list[Floats]:
-    """The largest W1 over pairs of classes for each unit, [J]: of all samples, the even and the odd ones, where at least 2 classes have some."""
+    """The largest W1 over pairs of classes for each unit, [J]: of all samples, the even and the odd ones,
+    where at least 2 classes have some.
+    """
     cells = np.array([one.cells for one in classes])  # [K, 3]
     parts = [part for part in range(3) if np.count_nonzero(cells[:, part]) > 1]
     largest = max(len(grid(cells[:, part])) for part in parts)
@@ -157,18 +186,27 @@ def _diameters(classes: Sequence[ClassQuantiles], units: int, projections: int) 
 
 
 def grid(cells: Ints) -> Floats:
-    """The right edges of the coarsest cells on which step functions with these numbers of equal cells are all constant, [G]."""
+    """The right edges of the coarsest cells on which step functions with these numbers of equal cells are
+    all constant, [G].
+    """
     # Equal fractions are equal in float64 too, because division rounds correctly.
     return np.unique(np.concatenate([np.arange(1, n + 1) / n for n in np.unique(cells)]))
 
 
 def quantile_points(steps: Sequence[Tensor], projections: int) -> Tensor:
-    """Quantiles of each class, [J * P, cells of its own], as points [J, K, P * G] whose L1 distances are sums of W1 over the projections."""
+    """Quantiles of each class, [J * P, cells of its own], as points [J, K, P * G] whose L1 distances are
+    sums of W1 over the projections.
+    """
     edges = grid(np.array([step.shape[1] for step in steps]))
     widths = np.diff(edges, prepend=0.0)
     middles = edges - widths / 2
-    spread = [step if step.shape[1] == len(edges) else step[:, (middles * step.shape[1]).astype(np.int64)] for step in steps]  # [J * P, G] each
-    points = torch.stack([step.reshape(-1, projections, len(edges)) for step in spread], dim=1)  # [J, K, P, G]
+    spread = [
+        step if step.shape[1] == len(edges) else step[:, (middles * step.shape[1]).astype(np.int64)]
+        for step in steps
+    ]  # [J * P, G] each
+    points = torch.stack(
+        [step.reshape(-1, projections, len(edges)) for step in spread], dim=1
+    )  # [J, K, P, G]
     points *= torch.from_numpy(widths).to(points)
     return points.flatten(2)
 
@@ -177,19 +215,29 @@ def diameter(points: Tensor) -> Tensor:
     """The largest L1 distance between two of K points, [J, K, D] -> [J]."""
     count, size = points.shape[1:]
     rule = _by_signs if 2**size < count else _by_halves if count > FEW_POINTS else _by_turns
-    return torch.cat([rule(piece) for piece in points.split(max(1, CHUNK_VALUES // (count * min(count, 2**size))))])
+    return torch.cat(
+        [rule(piece) for piece in points.split(max(1, CHUNK_VALUES // (count * min(count, 2**size))))]
+    )
 
 
 def _by_signs(points: Tensor) -> Tensor:
-    """Few dimensions: an L1 distance is the largest of the 2^(D-1) signed sums of differences, so each sign's extremes are enough."""
+    """Few dimensions: an L1 distance is the largest of the 2^(D-1) signed sums of differences, so each
+    sign's extremes are enough.
+    """
     size = points.shape[2]
-    bits = torch.arange(2 ** (size - 1), device=points.device) >> torch.arange(size, device=points.device)[:, None] & 1
+    bits = (
+        torch.arange(2 ** (size - 1), device=points.device)
+        >> torch.arange(size, device=points.device)[:, None]
+        & 1
+    )
     sums = points @ (1 - 2 * bits).to(points)  # [J, K, signs]
     return (sums.amax(1) - sums.amin(1)).amax(1)
 
 
 def _by_halves(points: Tensor) -> Tensor:
-    """Many points: one half against the other, then each half in itself, so that every pair is compared once."""
+    """Many points: one half against the other, then each half in itself, so that every pair is compared
+    once.
+    """
     count = points.shape[1]
     if count <= FEW_POINTS:
         return _by_turns(points)
