@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fairpruner as fp
-from fairpruner.inputs.hugging_face import pretrained, tokenizer_of
+from fairpruner.inputs import pretrained, tokenizer_of
 
 PAIRS, BATCH = 128, 32
 

@@ -15,9 +15,7 @@ from typing import Any
 
 import fairpruner as fp
 from fairpruner.evaluation import check_text_unseen, perplexity, read_tokens
-from fairpruner.inputs.datasets import Sampling
-from fairpruner.inputs.hugging_face import pretrained, tokenizer_of
-from fairpruner.inputs.text import Columns, load_text
+from fairpruner.inputs import Columns, Sampling, load_text, pretrained, tokenizer_of
 
 LENGTH = 256  # tokens of a calibration text, and of a window of the held-out one
 

@@ -11,19 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from documents import DOCUMENTS, EXAMPLES, ROOT, blocks
 from typer.testing import CliRunner
 
 from fairpruner.cli import app
 from fairpruner.demo import Digits, build
-
-ROOT = Path(__file__).parent.parent
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-
-
-def blocks(document: Path, language: str) -> list[str]:
-    return re.findall(
-        rf"^```{language}\n(.*?)^```", document.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
-    )
 
 
 @pytest.mark.parametrize("document", [d for d in DOCUMENTS if blocks(d, "python")], ids=lambda d: d.name)
@@ -81,11 +73,11 @@ def test_links_lead_somewhere(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)#:]+)\)", text):
         assert (document.parent / target).exists(), target
-    for path in re.findall(r"`((?:examples|benchmarks|docs|tests)/[\w./]+)`", text):
+    for path in re.findall(r"`((?:src|examples|benchmarks|docs|tests)/[\w./]+)`", text):
         assert (ROOT / path).exists(), path
 
 
-@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda p: p.name)
 def test_examples_run(example: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error", str(example)],

@@ -134,6 +134,7 @@ TASKS: dict[str, Task] = {
         category=lambda row: str(row["category"]),
     ),
 }
+"""The tasks that `evaluate` knows, by name."""
 
 
 def find_files(tasks: Sequence[str], data: str | Path) -> dict[str, Path]:

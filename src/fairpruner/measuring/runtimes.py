@@ -72,6 +72,7 @@ RUNTIMES: dict[str, Prepare] = {
     "onnxruntime": _onnxruntime,
     "openvino": _openvino,
 }
+"""Runtime by name: a function from model, example and threads to a call without arguments."""
 
 
 def check_runtime(name: str) -> None:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+__all__ = ["plot_ablation", "plot_profile", "plot_scores", "plot_tolerance", "save_figure"]
+
 FORMATS = (".png", ".svg", ".pdf")
 BLUE, VERMILION, GREEN, GREY = (
     "#0072b2",

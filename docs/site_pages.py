@@ -1,0 +1,103 @@
+"""Pages of the site that are made from other files, and formulas as MathML. mkdocs calls the `on_` functions.
+
+The README, the changelog, CONTRIBUTING.md, the examples and the list of benchmarks are read from where they
+are, so that nothing is written twice. Browsers draw MathML themselves: the site loads no script from elsewhere.
+"""
+
+from __future__ import annotations
+
+import ast
+import html
+import re
+from pathlib import Path
+from typing import Any
+
+from latex2mathml.converter import convert
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parent.parent
+PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
+
+
+def on_files(files: Files, config: Any, **_: Any) -> Files:
+    """Add the pages that are made from files outside docs/."""
+    made = {
+        page: _moved((ROOT / source).read_text(encoding="utf-8"), config.extra["repository"])
+        for source, page in PAGES.items()
+    }
+    made |= {"examples.md": _examples(), "benchmarks.md": _benchmarks()}
+    for page, text in made.items():
+        files.append(File.generated(config, page, content=text))
+    return files
+
+
+def on_page_content(content: str, **_: Any) -> str:
+    """Replace the LaTeX of every formula by MathML."""
+    return FORMULA.sub(_mathml, content)
+
+
+def _mathml(match: re.Match[str]) -> str:
+    return convert(html.unescape(match[2]), display="inline" if match[1] == "span" else "block")
+
+
+def _moved(text: str, repository: str) -> str:
+    """Make links that start in the root start in docs/; files that are not on the site are linked in the repository."""
+
+    def link(match: re.Match[str]) -> str:
+        path, _, anchor = match[1].partition("#")
+        if "://" in path or not path:
+            return match[0]
+        place = PAGES.get(path) or ("examples.md" if path.rstrip("/") == "examples" else None)
+        if place is None and path.startswith("docs/"):
+            place = path.removeprefix("docs/")
+        place = place or f"{repository}/blob/main/{path}"
+        return f"]({place}{'#' if anchor else ''}{anchor})"
+
+    return re.sub(r"\]\(([^)\s]*)\)", link, text)
+
+
+def _examples() -> str:
+    lines = ["# Examples", "", "Each is a complete script that `make test` runs.", ""]
+    for path in sorted((ROOT / "examples").glob("*.py")):
+        source = path.read_text(encoding="utf-8")
+        title, _, rest = (ast.get_docstring(ast.parse(source)) or "").partition("\n")
+        body = source.split('"""', 2)[2].strip()
+        lines += [
+            f"## {path.stem.replace('_', ' ')}",
+            "",
+            title,
+            "",
+            "```text",
+            rest.strip(),
+            "```",
+            "",
+            "```python",
+            body,
+            "```",
+            "",
+        ]
+    return "\n".join(lines)
+
+
+def _benchmarks() -> str:
+    """One row for each benchmark: what it measures, its results, and the pages that show its table."""
+    lines = [
+        "# Benchmarks",
+        "",
+        "Every measured number in these pages is written by one of these scripts into a file of results.",
+        "",
+    ]
+    lines += ["| script | what it measures | results | tables |", "|---|---|---|---|"]
+    pages = {page.name: page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs").glob("*.md"))}
+    for path in sorted((ROOT / "benchmarks").glob("*.py")):
+        results = f"benchmarks/results/{path.stem}.json"
+        if not (ROOT / results).exists():
+            continue  # what several benchmarks share
+        name = f"benchmarks/{path.name}"
+        title = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]
+        shown = ", ".join(
+            f"[{page}]({page})" for page, text in pages.items() if name in text or results in text
+        )
+        lines.append(f"| `{name}` | {title} | `{results}` | {shown} |")
+    return "\n".join(lines) + "\n"
