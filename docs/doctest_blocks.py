@@ -1,4 +1,4 @@
-"""Shows the doctests of docstrings as code in the API reference. mkdocstrings loads this as an extension of griffe."""
+"""Shows doctests as code in the API reference; mkdocstrings loads this as an extension of griffe."""
 
 from __future__ import annotations
 

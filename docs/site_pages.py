@@ -1,7 +1,7 @@
 """Pages of the site that are made from other files, and formulas as MathML. mkdocs calls the `on_` functions.
 
 The README, the changelog, CONTRIBUTING.md, the examples and the list of benchmarks are read from where they
-are, so that nothing is written twice. Browsers draw MathML themselves: the site loads no script from elsewhere.
+are, so that nothing is written twice. Browsers draw MathML themselves: the site loads no remote script.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _mathml(match: re.Match[str]) -> str:
 
 
 def _moved(text: str, repository: str) -> str:
-    """Make links that start in the root start in docs/; files that are not on the site are linked in the repository."""
+    """Make links from the root links from docs/; what is not on the site is linked in the repository."""
 
     def link(match: re.Match[str]) -> str:
         path, _, anchor = match[1].partition("#")

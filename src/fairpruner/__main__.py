@@ -1,5 +1,20 @@
-"""`python -m fairpruner`, which launchers such as torchrun can start."""
+"""The `fairpruner` command, also as `python -m fairpruner`, which launchers such as torchrun can start."""
 
-from fairpruner.cli import app
+import sys
 
-app(prog_name="fairpruner")
+
+def main() -> None:
+    """Run the command, or say in one sentence what it needs."""
+    try:
+        from fairpruner.cli import app
+    except ModuleNotFoundError as error:
+        if error.name not in ("typer", "rich"):
+            raise
+        sys.exit(
+            f"Error: The command needs {error.name}, which is not installed: pip install 'fairpruner[cli]'."
+        )
+    app(prog_name="fairpruner")
+
+
+if __name__ == "__main__":
+    main()

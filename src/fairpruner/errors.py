@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from importlib import import_module
+from types import ModuleType
 
 
 class FairprunerError(Exception):
@@ -24,3 +26,18 @@ def unknown(what: str, found: object, known: Iterable[str]) -> FairprunerError:
     close = get_close_matches(str(found), names, n=1, cutoff=0.4)
     hint = f"did you mean {close[0]!r}? " if close else ""
     return FairprunerError(f"Unknown {what} {found!r}: {hint}Known: {', '.join(names) or 'none'}.")
+
+
+def import_extra(module: str, extra: str, what: str) -> ModuleType:
+    """A module of an optional package, or the error that names the extra which installs it.
+
+    >>> import_extra("no_such_package.part", "train", "Recovery")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    fairpruner.errors.FairprunerError: Recovery needs no_such_package, which is not installed: pip install ...
+    """
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        raise FairprunerError(
+            f"{what} needs {error.name}, which is not installed: pip install 'fairpruner[{extra}]'."
+        ) from error

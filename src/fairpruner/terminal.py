@@ -1,4 +1,7 @@
-"""What a terminal shows: tables, and the progress of a pass over data."""
+"""What a terminal shows: tables, and the progress of a pass over data.
+
+rich is imported where it is used: pruning from Python needs neither tables nor bars.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,12 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from importlib.util import find_spec
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
 
-from rich.box import SIMPLE
-from rich.console import Console, Group, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+if TYPE_CHECKING:
+    from rich.console import Group, RenderableType
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,10 @@ def table_of(
     title: str, columns: Sequence[str], rows: Iterable[Iterable[object]], notes: Iterable[str] = ()
 ) -> Group:
     """A title, a table whose first column is to the left and the others to the right, and notes below."""
+    from rich.box import SIMPLE
+    from rich.console import Group
+    from rich.table import Table
+
     table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
     for position, column in enumerate(columns):
         table.add_column(column, justify="right" if position else "left", overflow="fold")
@@ -41,29 +48,38 @@ def amount(value: float) -> str:
 
 @contextmanager
 def progress(title: str, data: Iterable[Any]) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr with rate and time left, quiet when it is no terminal; call the yielded function
-    with the samples of each batch.
-    """
+    """A bar with rate and time left; call the yielded function with the samples of each batch."""
     try:
         total: int | None = len(data)  # type: ignore[arg-type]
     except TypeError:
         total = None
+    batches, seen, start = 0, 0, perf_counter()
+    with batch_bar(total) as show:
+
+        def advance(samples: int) -> None:
+            nonlocal batches, seen
+            batches, seen = batches + 1, seen + samples
+            show(title, batches, f"{seen / max(perf_counter() - start, 1e-9):.0f} samples/s")
+
+        yield advance
+
+
+@contextmanager
+def batch_bar(total: int | None, *, quiet: bool = False) -> Iterator[Callable[[str, int, str], None]]:
+    """A bar on stderr, absent without terminal or rich; call what is yielded with title, batches and note."""
+    if quiet or not sys.stderr.isatty() or find_spec("rich") is None:
+        yield lambda title, done, note: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("batches, {task.fields[rate]:.0f} samples/s,"),
+        TextColumn("batches, {task.fields[note]},"),
         TimeRemainingColumn(),
     )
-    with Progress(
-        *columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
-    ) as bar:
-        task = bar.add_task(title, total=total, rate=0.0)
-        seen = 0
-
-        def advance(samples: int) -> None:
-            nonlocal seen
-            seen += samples
-            bar.update(task, advance=1, rate=seen / max(bar.tasks[task].elapsed or 0.0, 1e-9))
-
-        yield advance
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=total, note="")
+        yield lambda title, done, note: bar.update(task, description=title, completed=done, note=note)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from rich.box import SIMPLE
-from rich.console import Group
-from rich.table import Table
 
 from fairpruner.allocation import allocate
 from fairpruner.core.arrays import Floats, Ints
@@ -19,6 +16,10 @@ from fairpruner.core.scores import Scores
 from fairpruner.core.spaces import UnitSpace
 from fairpruner.core.tod import ConflictCurve, removal_order, spearman
 from fairpruner.errors import FairprunerError
+from fairpruner.terminal import table_of
+
+if TYPE_CHECKING:
+    from rich.console import Group
 
 LEGEND = (
     (
@@ -87,9 +88,8 @@ class Diagnosis:
             f"R-Score removed {self.cost:.3g}, by the uniform plan of as many units {self.uniform_cost:.3g}"
         )
         exchange = f"additive exchange {'holds' if self.exchange else 'does not hold'}"
-        table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
-        table.add_column("space", overflow="fold")
-        for heading in (
+        columns = (
+            "space",
             "kept",
             "removed\n/limit",
             "ToD",
@@ -98,21 +98,9 @@ class Diagnosis:
             "stable\nU",
             "stable\nR",
             "same\nunits",
-        ):
-            table.add_column(heading, justify="right")
-        for row in self.spaces:
-            share = f"{row.mass / row.bound:.0%}" if row.bound else "–"
-            stability = map(_shown, (row.removal_stability, row.protection_stability, row.removed_overlap))
-            table.add_row(
-                row.space,
-                f"{row.kept}/{row.size}",
-                f"{row.depth}/{row.limit}",
-                _shown(row.tod),
-                share,
-                "yes" if row.exchange else "no",
-                *stability,
-            )
-        return Group(f"{self.rule}{tolerance} keeps {shares}", table, f"{against}; {exchange}.", *LEGEND)
+        )
+        title = f"{self.rule}{tolerance} keeps {shares}"
+        return table_of(title, columns, map(_cells, self.spaces), notes=(f"{against}; {exchange}.", *LEGEND))
 
 
 def diagnose(scores: Scores, plan: Plan) -> Diagnosis:
@@ -229,3 +217,17 @@ def _shared(first: Floats, second: Floats, depth: int, groups: int) -> float:
 
 def _shown(number: float | None) -> str:
     return "–" if number is None else f"{number:.2f}"
+
+
+def _cells(row: SpaceDiagnosis) -> tuple[str, ...]:
+    share = f"{row.mass / row.bound:.0%}" if row.bound else "–"
+    stability = map(_shown, (row.removal_stability, row.protection_stability, row.removed_overlap))
+    return (
+        row.space,
+        f"{row.kept}/{row.size}",
+        f"{row.depth}/{row.limit}",
+        _shown(row.tod),
+        share,
+        "yes" if row.exchange else "no",
+        *stability,
+    )

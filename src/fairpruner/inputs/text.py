@@ -5,7 +5,6 @@ the model wants.
 from __future__ import annotations
 
 import csv
-import importlib
 import json
 import lzma
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from fairpruner.core.arrays import Ints
-from fairpruner.errors import FairprunerError, unknown
+from fairpruner.errors import FairprunerError, import_extra, unknown
 from fairpruner.inputs.datasets import Sampling, choose
 
 Row = Mapping[str, Any]
@@ -114,12 +113,7 @@ def _suffix(path: Path) -> str:
 
 
 def _read_parquet(file: IO[bytes]) -> list[Row]:
-    try:
-        parquet = importlib.import_module("pyarrow.parquet")
-    except ModuleNotFoundError as error:
-        raise FairprunerError(
-            f"Parquet files need a package that is not installed ({error.name}): pip install pyarrow."
-        ) from error
+    parquet: Any = import_extra("pyarrow.parquet", "text", "Parquet files")
     rows: list[Row] = parquet.read_table(file).to_pylist()
     return rows
 

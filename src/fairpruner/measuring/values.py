@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +82,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Measurement:
-    """All that `measure` found; its repr is a table."""
+    """All that `measure` found; its repr is a table, or JSON where rich is not installed."""
 
     quantities: tuple[Quantity, ...]
     timings: tuple[Timing, ...]
@@ -113,6 +115,8 @@ class Measurement:
         return render(self)
 
     def __repr__(self) -> str:
+        if find_spec("rich") is None:
+            return json.dumps(self.to_json(), indent=1)
         from rich.console import Console
 
         text = StringIO()

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from fairpruner.errors import FairprunerError
@@ -73,6 +72,8 @@ def deal(data: Iterable[Any], rank: int, processes: int, *, even: bool) -> Itera
     ):
         if isinstance(data.sampler, DistributedSampler):
             return data
+        from accelerate.data_loader import BatchSamplerShard
+
         # Dealt before it is read: no process loads what another will use.
         sampler = BatchSamplerShard(data.batch_sampler, processes, rank, even_batches=even)
         return DataLoader(

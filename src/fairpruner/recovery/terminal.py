@@ -8,39 +8,23 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
 from fairpruner.recovery.history import Tally
+from fairpruner.terminal import batch_bar
 
 Show = Callable[[int, int, Tally], None]
 
 
 @contextmanager
 def training_bar(epochs: int, steps: int | None, *, quiet: bool) -> Iterator[Show]:
-    """A bar on stderr with loss, accuracy and time left, none where that is no terminal; call what is
-    yielded with epoch, batches of it done and their tally.
-    """
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("batches, {task.fields[tally]},"),
-        TimeRemainingColumn(),
-    )
-    with Progress(
-        *columns, console=Console(stderr=True), transient=True, disable=quiet or not sys.stderr.isatty()
-    ) as bar:
-        task = bar.add_task("", total=steps and steps * epochs, tally="")
+    """A bar with loss, accuracy and time left; call the yielded function with epoch, batch and tally."""
+    shown = 0
+    with batch_bar(steps and steps * epochs, quiet=quiet) as show_batches:
 
         def show(epoch: int, position: int, tally: Tally) -> None:
-            done = epoch * steps + position if steps else bar.tasks[task].completed + 1
-            bar.update(
-                task,
-                completed=done,
-                description=f"recovering, epoch {epoch + 1} of {epochs}",
-                tally=str(tally),
-            )
+            nonlocal shown
+            shown += 1
+            done = epoch * steps + position if steps else shown
+            show_batches(f"recovering, epoch {epoch + 1} of {epochs}", done, str(tally))
 
         yield show
 

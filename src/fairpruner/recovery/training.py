@@ -11,16 +11,14 @@ from dataclasses import asdict, astuple, replace
 from pathlib import Path
 from threading import Event
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
-from accelerate.utils import DistributedType, broadcast
 from torch import Tensor, nn
 
 from fairpruner.core.sealed import Json
-from fairpruner.errors import FairprunerError
+from fairpruner.errors import FairprunerError, import_extra
 from fairpruner.inputs.batches import Batch, forward, mean_loss
 from fairpruner.models.narrowing import copy_with
 from fairpruner.recovery.checkpoints import (
@@ -39,7 +37,10 @@ from fairpruner.recovery.history import Epoch, Tally
 from fairpruner.recovery.recipe import Recipe, training_loss
 from fairpruner.recovery.terminal import Show, noticing_interrupts, training_bar
 
-SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+SHARDED = ("FSDP", "DEEPSPEED", "MEGATRON_LM")  # ways to launch in which no process holds the whole model
 
 
 def recover(
@@ -106,13 +107,14 @@ def _accelerator() -> Accelerator:
         else int(os.environ.get("WORLD_SIZE", "1"))
     )
     devices = getattr(torch, "accelerator", torch.cuda)  # torch.accelerator came with torch 2.6
-    accelerator = Accelerator(cpu=launched > 1 and not devices.is_available())
+    accelerate = import_extra("accelerate", "train", "Recovery")
+    accelerator: Accelerator = accelerate.Accelerator(cpu=launched > 1 and not devices.is_available())
     if accelerator.num_processes != launched:
         raise FairprunerError(
             f"{launched} processes were launched, and accelerate trains with {accelerator.num_processes}: set"
             " ACCELERATE_USE_CPU=true to train on the CPU, and make no Accelerator before."
         )
-    if accelerator.distributed_type in SHARDED:
+    if accelerator.distributed_type.value in SHARDED:
         raise FairprunerError(
             f"recover was launched with {accelerator.distributed_type.value}, expected one process, or"
             " data-parallel ones: launch it so."
@@ -243,9 +245,10 @@ class _Run:
         start = perf_counter()
         judged = self.average if self.average is not None else self.net
         if self.accelerator.num_processes > 1:
-            broadcast(
-                dict(judged.named_buffers())
-            )  # each process has running statistics of its own: those of the first count
+            from accelerate.utils import broadcast
+
+            # Each process has running statistics of its own: those of the first count.
+            broadcast(dict(judged.named_buffers()))
         trained = self._total(self.tally)
         validated = (
             self._total(self._validate(judged, self.validation)) if self.validation is not None else None
