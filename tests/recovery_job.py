@@ -101,7 +101,7 @@ MOMENTS: dict[str, tuple[Any, str]] = {
     "average": (fairpruner.recovery.training, "_follow"),
     "validation": (fairpruner.recovery.training, "mean_loss"),
     "save": (fairpruner.recovery.training, "save_checkpoint"),
-    "write": (fairpruner.files.storage, "save_file"),
+    "write": (fairpruner.core.sealed, "save_file"),
     "rename": (os, "replace"),
 }
 

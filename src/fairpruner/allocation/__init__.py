@@ -46,7 +46,7 @@ def allocate(
     `latency` is a table of `latency_table`: plans then tell their milliseconds, a budget may be one of
     `latency` or `latency_ms`, and `multiple_of="auto"` takes the table's.
 
-    >>> from fairpruner.types import CostModel, Spaces, UnitSpace
+    >>> from fairpruner.core.spaces import CostModel, Spaces, UnitSpace
     >>> spaces = Spaces((UnitSpace("conv", "channel", 4, slices=()),), {}, CostModel((), (), ()), "")
     >>> aligned = {"conv": np.array([0.4, 0.1, 0.2, 0.3])}
     >>> scores = Scores(spaces, {"l1": aligned}, {"taylor": aligned}, samples=1)
@@ -85,7 +85,7 @@ def sweep(
 ) -> list[Plan]:
     """One plan per kept amount of a metric, as `allocate` gives them, from tables that are built once.
 
-    >>> from fairpruner.types import CostModel, Spaces, UnitSpace
+    >>> from fairpruner.core.spaces import CostModel, Spaces, UnitSpace
     >>> spaces = Spaces((UnitSpace("conv", "channel", 4, slices=()),), {}, CostModel((), (), ()), "")
     >>> aligned = {"conv": np.array([0.4, 0.1, 0.2, 0.3])}
     >>> scores = Scores(spaces, {"l1": aligned}, {"taylor": aligned}, samples=1)
@@ -99,7 +99,7 @@ def sweep(
 def shuffled(plan: Plan, seed: int) -> Plan:
     """The plan's depths with units drawn at random: the paper's ablation of the removal ranking.
 
-    >>> from fairpruner.types import CostModel, Spaces, UnitSpace
+    >>> from fairpruner.core.spaces import CostModel, Spaces, UnitSpace
     >>> spaces = Spaces((UnitSpace("conv", "channel", 4, slices=()),), {}, CostModel((), (), ()), "")
     >>> plan = Plan(spaces, {"conv": (0, 1)}, alpha=0.0, rule="tod", exact=False, predicted={}, original={})
     >>> shuffled(plan, seed=0).depths, shuffled(plan, seed=0).rule

@@ -106,7 +106,7 @@ class Diagnosis:
 def diagnose(scores: Scores, plan: Plan) -> Diagnosis:
     """Hold a plan against the paper's bounds and against the two halves of the data it was scored on.
 
-    >>> from fairpruner.types import CostModel, Spaces
+    >>> from fairpruner.core.spaces import CostModel, Spaces
     >>> spaces = Spaces((UnitSpace("conv", "channel", 4, slices=()),), {}, CostModel((), (), ()), "")
     >>> aligned = {"conv": np.array([0.4, 0.1, 0.2, 0.3])}
     >>> scores = Scores(spaces, {"l1": aligned}, {"taylor": aligned}, samples=1)

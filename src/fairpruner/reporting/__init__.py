@@ -39,7 +39,7 @@ def report(
     {"accuracy": 0.91, "flops": 62e6, "latency_ms": 3.1}}. `latency` is a table of `latency_table` or its
     file: every plan then tells its predicted milliseconds.
 
-    >>> from fairpruner.types import CostModel, Spaces, UnitSpace
+    >>> from fairpruner.core.spaces import CostModel, Spaces, UnitSpace
     >>> import numpy as np
     >>> spaces = Spaces((UnitSpace("conv", "channel", 4, slices=()),), {}, CostModel((), (), ()), "")
     >>> aligned = {"conv": np.array([0.4, 0.1, 0.2, 0.3])}

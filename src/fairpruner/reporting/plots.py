@@ -47,7 +47,7 @@ def plot_scores(scores: Scores, spaces: Sequence[str] | None = None) -> Figure:
     """Sorted removal and protection scores of some spaces, the first and the last by default: the paper's
     score distributions.
 
-    >>> from fairpruner.types import CostModel, Spaces, UnitSpace
+    >>> from fairpruner.core.spaces import CostModel, Spaces, UnitSpace
     >>> known = Spaces((UnitSpace("conv", "channel", 4, slices=()),), {}, CostModel((), (), ()), "")
     >>> aligned = {"conv": np.array([0.4, 0.1, 0.2, 0.3])}
     >>> len(plot_scores(Scores(known, {"l1": aligned}, {"taylor": aligned}, samples=1)).axes)
@@ -77,7 +77,7 @@ def plot_scores(scores: Scores, spaces: Sequence[str] | None = None) -> Figure:
 def plot_profile(plan: Plan) -> Figure:
     """Kept and removed units of every space, beside the uniform share: the paper's pruning profile.
 
-    >>> from fairpruner.types import CostModel, Spaces, UnitSpace
+    >>> from fairpruner.core.spaces import CostModel, Spaces, UnitSpace
     >>> spaces = Spaces((UnitSpace("conv", "channel", 4, slices=()),), {}, CostModel((), (), ()), "")
     >>> plot_profile(Plan.removing(spaces, {"conv": (1,)})).axes[0].get_ylabel()
     'units kept'
@@ -109,7 +109,7 @@ def plot_profile(plan: Plan) -> Figure:
 def plot_tolerance(scores: Scores) -> Figure:
     """The share removed of each metric at every tolerance: the paper's pruning rate against alpha.
 
-    >>> from fairpruner.types import CostModel, Spaces, UnitSpace
+    >>> from fairpruner.core.spaces import CostModel, Spaces, UnitSpace
     >>> spaces = Spaces((UnitSpace("conv", "channel", 4, slices=()),), {}, CostModel((), (), ()), "")
     >>> aligned = {"conv": np.array([0.4, 0.1, 0.2, 0.3])}
     >>> plot_tolerance(Scores(spaces, {"l1": aligned}, {"taylor": aligned}, samples=1)).axes[0].get_xlabel()
