@@ -39,7 +39,7 @@ from fairpruner import evaluation
 from fairpruner.core.spaces import Kind, Spaces
 from fairpruner.core.tod import spearman
 from fairpruner.inputs.hugging_face import pretrained
-from fairpruner.scoring.signals import Meter, Reading, Signal, Step, Task
+from fairpruner.scoring.signals import Accumulator, BatchInfo, Context, Result, Signal
 
 RESULTS = Path(__file__).parent / "results" / "routing.json"
 PAGE = Path(__file__).parents[1] / "docs" / "signals.md"
@@ -69,19 +69,19 @@ class Recorder(Signal):
     def __init__(self) -> None:
         self.batches: list[Sums] = []
 
-    def start(self, task: Task) -> Meter:
-        return _RecorderMeter(self.batches, task.spaces)
+    def start(self, context: Context) -> Accumulator:
+        return _RecorderAccumulator(self.batches, context.spaces)
 
 
-class _RecorderMeter(Meter):
+class _RecorderAccumulator(Accumulator):
     def __init__(self, batches: list[Sums], spaces: Spaces) -> None:
         self._batches, self._spaces = batches, spaces
 
-    def see_routing(self, tallies: Sums, step: Step) -> None:
+    def see_routing(self, tallies: Sums, info: BatchInfo) -> None:
         self._batches.append(tallies)
 
-    def read(self) -> Reading:
-        return Reading({space.name: np.zeros(space.size) for space in self._spaces})
+    def result(self) -> Result:
+        return Result({space.name: np.zeros(space.size) for space in self._spaces})
 
 
 def read_tokens(shared: Path, name: str) -> Tensor:

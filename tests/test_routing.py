@@ -21,8 +21,8 @@ import fairpruner as fp
 from fairpruner.core.spaces import Spaces
 from fairpruner.models.experts import expert_blocks
 from fairpruner.models.narrowing import mask_units
-from fairpruner.models.routing import Call, gates_of, probabilities, slopes_of, watching_experts
-from fairpruner.scoring.signals import Step, Task
+from fairpruner.models.routing import RouterOutput, gates_of, probabilities, slopes_of, watching_experts
+from fairpruner.scoring.signals import BatchInfo, Context
 from fairpruner.scoring.signals.routing import SOFT_ACTIVATION
 
 FAMILIES = (
@@ -123,8 +123,8 @@ def products(model: nn.Module, path: str, loss: Tensor) -> Tensor:
     return sum((grads[id(p)] * p).flatten(1).sum(1) for p in module.parameters())
 
 
-def calls_of(model: nn.Module, run: Any) -> tuple[list[Call], Any]:
-    calls: list[Call] = []
+def calls_of(model: nn.Module, run: Any) -> tuple[list[RouterOutput], Any]:
+    calls: list[RouterOutput] = []
     with torch.enable_grad(), watching_experts(model, expert_blocks(model), calls.append):
         return calls, run()
 
@@ -351,13 +351,18 @@ def test_halves_are_the_scores_of_the_halves(qwen: nn.Module, experts: Spaces) -
 
 
 def test_processes_join(qwen: nn.Module, experts: Spaces) -> None:
-    """Two meters that saw half each, joined, read what one reads that saw all."""
+    """Two accumulators that saw half each, joined, read what one reads that saw all."""
     tally = {s.name: {"weight": torch.rand(s.size).double(), "tokens": torch.tensor([9.0])} for s in experts}
     other = {s.name: {"weight": torch.rand(s.size).double(), "tokens": torch.tensor([5.0])} for s in experts}
-    task = Task(qwen, experts, "removal", 1, 0)
-    alone, here, there = (SOFT_ACTIVATION.start(task) for _ in range(3))
-    for meter, tallies, half in ((alone, tally, 0), (alone, other, 1), (here, tally, 0), (there, other, 1)):
-        meter.see_routing(tallies, Step(4, half))
+    context = Context(qwen, experts, "removal", 1, 0)
+    alone, here, there = (SOFT_ACTIVATION.start(context) for _ in range(3))
+    for accumulator, tallies, half in (
+        (alone, tally, 0),
+        (alone, other, 1),
+        (here, tally, 0),
+        (there, other, 1),
+    ):
+        accumulator.see_routing(tallies, BatchInfo(4, half))
 
     class Two:
         size = 2
@@ -366,8 +371,8 @@ def test_processes_join(qwen: nn.Module, experts: Spaces) -> None:
             return [value, (there._means._sums, there._means._counts)]
 
     here.join(Two())
-    for name, values in alone.read().scores.items():
-        np.testing.assert_array_equal(here.read().scores[name], values)
+    for name, values in alone.result().scores.items():
+        np.testing.assert_array_equal(here.result().scores[name], values)
 
 
 # --- The model stays as it is ---

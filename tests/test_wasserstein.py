@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fairpruner.core.arrays import Floats
 from fairpruner.errors import FairprunerError
-from fairpruner.scoring.signals import Reading, Task, Wasserstein, WassersteinPooled
+from fairpruner.scoring.signals import Context, Result, Wasserstein, WassersteinPooled
 from fairpruner.scoring.signals.quantiles import ClassQuantiles, cell_averages, sort_
 from fairpruner.scoring.signals.wasserstein import SMALLEST, STATE_BYTES, capacity, diameter, quantile_points
 
@@ -33,18 +33,18 @@ def measure(
     batch: int | None = None,
     classes: int = 3,
     seed: int = 0,
-) -> Reading:
+) -> Result:
     """What a signal reads from activations [N, J, F] shown in batches; `classes` decides how many samples
     are kept.
     """
     model = nn.Linear(1, activation.shape[1], dtype=activation.dtype)
     spaces = spaces_of(model, space("s", activation.shape[1], ("weight", 0, "write")))
-    meter = (signal or Wasserstein()).start(Task(model, spaces, "removal", classes, seed))
+    accumulator = (signal or Wasserstein()).start(Context(model, spaces, "removal", classes, seed))
     for part, own in zip(
         activation.split(batch or len(labels)), labels.split(batch or len(labels)), strict=True
     ):
-        meter.see_activation(spaces["s"], part, own)
-    return meter.read()
+        accumulator.see_activation(spaces["s"], part, own)
+    return accumulator.result()
 
 
 def draw(
@@ -103,11 +103,11 @@ def test_spaces_get_directions_of_their_own() -> None:
     spaces = spaces_of(
         model, space("a", UNITS, ("weight", 0, "write")), space("b", UNITS, ("weight", 0, "write"))
     )
-    meter = Wasserstein(projections=3).start(Task(model, spaces, "removal", 2, 0))
+    accumulator = Wasserstein(projections=3).start(Context(model, spaces, "removal", 2, 0))
     activation, labels = draw((10, 10), 6)
     for one in spaces:
-        meter.see_activation(one, activation, labels)
-    scores = meter.read().scores
+        accumulator.see_activation(one, activation, labels)
+    scores = accumulator.result().scores
     assert not np.array_equal(scores["a"], scores["b"])
 
 
@@ -161,9 +161,9 @@ def test_halves_are_the_even_and_odd_samples_of_each_class() -> None:
 
 def test_a_single_sample_is_a_class_but_gives_no_second_half() -> None:
     activation, labels = draw((1, 8), 1)
-    reading = measure(activation, labels)
-    np.testing.assert_allclose(reading.scores["s"], sliced(activation, labels, np.ones((1, 1))), rtol=1e-10)
-    assert not reading.halves
+    result = measure(activation, labels)
+    np.testing.assert_allclose(result.scores["s"], sliced(activation, labels, np.ones((1, 1))), rtol=1e-10)
+    assert not result.halves
 
 
 def test_one_class_is_refused() -> None:
@@ -176,13 +176,13 @@ def test_features_may_not_change_unless_pooled() -> None:
     model = nn.Linear(1, UNITS)
     spaces = spaces_of(model, space("s", UNITS, ("weight", 0, "write")))
     for signal in (Wasserstein(), WassersteinPooled()):
-        meter = signal.start(Task(model, spaces, "removal", 2, 0))
-        meter.see_activation(spaces["s"], torch.randn(4, UNITS, 9), torch.tensor([0, 1, 0, 1]))
+        accumulator = signal.start(Context(model, spaces, "removal", 2, 0))
+        accumulator.see_activation(spaces["s"], torch.randn(4, UNITS, 9), torch.tensor([0, 1, 0, 1]))
         if isinstance(signal, WassersteinPooled):
-            meter.see_activation(spaces["s"], torch.randn(4, UNITS, 4), torch.tensor([0, 1, 0, 1]))
+            accumulator.see_activation(spaces["s"], torch.randn(4, UNITS, 4), torch.tensor([0, 1, 0, 1]))
         else:
             with pytest.raises(FairprunerError, match="has 4 features to a unit in this batch and 9 before"):
-                meter.see_activation(spaces["s"], torch.randn(4, UNITS, 4), torch.tensor([0, 1, 0, 1]))
+                accumulator.see_activation(spaces["s"], torch.randn(4, UNITS, 4), torch.tensor([0, 1, 0, 1]))
 
 
 @pytest.mark.parametrize("features", [1, 5])

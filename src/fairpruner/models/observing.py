@@ -24,7 +24,7 @@ from fairpruner.core.spaces import Slice, UnitSpace
 from fairpruner.errors import FairprunerError
 
 
-class Unseen(FairprunerError):
+class NotObservable(FairprunerError):
     """Signals cannot look at a space, or at a block of experts, of this name."""
 
     def __init__(self, name: str, message: str) -> None:
@@ -98,7 +98,7 @@ class Read:
         if source.ndim < (self.weight.ndim if axis == 1 else 2):  # called without a batch dimension
             source = source.unsqueeze(0)
         if source.shape[0] % samples:
-            raise Unseen(
+            raise NotObservable(
                 self.space.name,
                 f"Space {self.space.name!r}: {self.part.tensor} reads {list(source.shape)}, whose dim 0 is no"
                 f" multiple of the {samples} samples of the batch. Leave it out with"
@@ -144,13 +144,13 @@ def positions_of(owner: Ints, size: int) -> Ints:
     return table
 
 
-Visit = Callable[[Read, Tensor, int], Tensor]  # (read, input, channel axis) -> the input to go on with
+InputVisitor = Callable[[Read, Tensor, int], Tensor]  # (read, input, channel axis) -> the input to go on with
 
 
 class _Watch(TorchFunctionMode):
     """Shows `visit` every input that a watched weight reads."""
 
-    def __init__(self, reads: Iterable[Read], visit: Visit) -> None:
+    def __init__(self, reads: Iterable[Read], visit: InputVisitor) -> None:
         super().__init__()
         self._visit = visit
         self._reads: dict[int, list[Read]] = {}
@@ -197,7 +197,7 @@ def _replaced(
 
 
 @contextmanager
-def watching(reads: Iterable[Read], visit: Visit, hooked: Mapping[Read, nn.Module]) -> Iterator[None]:
+def watching(reads: Iterable[Read], visit: InputVisitor, hooked: Mapping[Read, nn.Module]) -> Iterator[None]:
     """Inside, every forward shows `visit` what the weights read; reads in `hooked` are seen at the door
     of that module.
     """
@@ -211,7 +211,7 @@ def watching(reads: Iterable[Read], visit: Visit, hooked: Mapping[Read, nn.Modul
         yield
 
 
-def _hook(read: Read, visit: Visit) -> Callable[[nn.Module, tuple[Any, ...]], Any]:
+def _hook(read: Read, visit: InputVisitor) -> Callable[[nn.Module, tuple[Any, ...]], Any]:
     axis = 1 if read.weight.ndim >= 3 else -1
 
     def enter(module: nn.Module, args: tuple[Any, ...]) -> Any:
@@ -283,7 +283,7 @@ def find_hooks(model: nn.Module, reads: Sequence[Read], run: Callable[[], Any]) 
     blind = stacks or ([read for read in _unseen(reads, hooked, run) if read not in idle] if hooked else [])
     if blind:
         read = blind[0]
-        raise Unseen(
+        raise NotObservable(
             read.space.name,
             f"Space {read.space.name!r} cannot be observed: no call was seen in which {read.part.tensor}"
             f" reads its {read.space.size} units. Leave it out with skip={read.space.name!r} in discover, or"

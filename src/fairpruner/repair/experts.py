@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from fairpruner.core.plan import Plan
 from fairpruner.models.calling import tensors_of
 from fairpruner.models.experts import ExpertBlock, expert_blocks
-from fairpruner.models.routing import Call, watching_experts
+from fairpruner.models.routing import RouterOutput, watching_experts
 from fairpruner.repair.arrivals import Arrival, Arrivals, Sweep, caller_of
 from fairpruner.repair.notes import NO_EXPERTS, Note
 from fairpruner.repair.regression import Sums, choose, wide
@@ -160,11 +160,13 @@ class _Features:
             tail.in_features for tail in self._tails
         ]  # of every matrix
 
-    def _run(self, arrival: Arrival) -> tuple[Tensor, dict[nn.Linear, tuple[Tensor, Tensor]], Call | None]:
+    def _run(
+        self, arrival: Arrival
+    ) -> tuple[Tensor, dict[nn.Linear, tuple[Tensor, Tensor]], RouterOutput | None]:
         """Run the block once more by itself: its output [T, H], what goes into and comes out of the
         tails, and what the experts did.
         """
-        calls: list[Call] = []
+        calls: list[RouterOutput] = []
         passed: dict[nn.Linear, tuple[Tensor, Tensor]] = {}
 
         def note(linear: nn.Linear, args: tuple[Any, ...], output: Tensor) -> None:

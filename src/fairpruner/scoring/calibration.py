@@ -17,13 +17,13 @@ from fairpruner.inputs.batches import Batch, Loss, forward, logits_of, mean_loss
 from fairpruner.inputs.tokens import counted_tokens, real_tokens
 from fairpruner.models.calling import describe
 from fairpruner.models.experts import expert_blocks, expert_lists
-from fairpruner.models.observing import Read, Unseen, find_hooks, observed_parts, reads_of, watching
-from fairpruner.models.routing import Call, gates_of, loss_position_terms, slopes_of, watching_experts
+from fairpruner.models.observing import NotObservable, Read, find_hooks, observed_parts, reads_of, watching
+from fairpruner.models.routing import RouterOutput, gates_of, loss_position_terms, slopes_of, watching_experts
 from fairpruner.models.silencing import without_expert
-from fairpruner.scoring.samples import Parts, gate_terms, rows_along, show, show_experts
-from fairpruner.scoring.signals.base import Need, Step
-from fairpruner.scoring.signals.choosing import Choice
+from fairpruner.scoring.samples import RunningSignal, gate_terms, rows_along, show, show_experts
+from fairpruner.scoring.signals.base import BatchInfo, Observation
 from fairpruner.scoring.signals.classes import ClassGroups
+from fairpruner.scoring.signals.selection import Selection
 
 
 class Calibration:
@@ -34,26 +34,26 @@ class Calibration:
         model: nn.Module,
         spaces: Spaces,
         loss: Loss | None,
-        choices: Sequence[Choice],
+        selections: Sequence[Selection],
         grouping: ClassGroups | None,
     ) -> None:
         self._model, self._loss, self._grouping = model, loss, grouping
-        kinds: dict[Need, set[Kind]] = {}  # of the spaces on which each need arises
-        for choice in choices:
-            for kind, signal in choice.by_kind.items():
+        kinds: dict[Observation, set[Kind]] = {}  # of the spaces on which each need arises
+        for selection in selections:
+            for kind, signal in selection.by_kind.items():
                 for need in signal.needs:
                     kinds.setdefault(need, set()).add(kind)
 
-        def needing(*needs: Need) -> list[UnitSpace]:
+        def needing(*needs: Observation) -> list[UnitSpace]:
             return [space for space in spaces if any(space.kind in kinds.get(need, ()) for need in needs)]
 
         self.needs = frozenset(kinds)
         self._backward = bool(self.needs & {"gradients", "gates", "routed_gradients"})
         self._comparing = [
-            signal.name for choice in choices for signal in choice.signals if signal.compares_classes
+            signal.name for selection in selections for signal in selection.signals if signal.compares_classes
         ]
         self._on_tokens = False  # the loss is a mean over tokens, not over samples
-        watched: tuple[Need, ...] = ("activations", "gates", "deletions")
+        watched: tuple[Observation, ...] = ("activations", "gates", "deletions")
         blocks = expert_blocks(model)
         lists = expert_lists(model)
         self._reads = reads_of(
@@ -81,7 +81,7 @@ class Calibration:
         labels = self._labels(first)
         outputs = []
 
-        calls: list[Call] = []
+        calls: list[RouterOutput] = []
 
         def run() -> None:
             with (
@@ -104,12 +104,12 @@ class Calibration:
         experts = tuple(f"{block.experts}." for block in self._blocks if block.name == name)
         return {name, *(read.space.name for read in self._reads if read.part.tensor.startswith(experts))}
 
-    def step(self, batch: Batch, half: int, parts: Parts) -> None:
-        """Show one batch to all meters."""
-        step = Step(batch.predicted_tokens() if self._on_tokens else batch.size, half)
+    def step(self, batch: Batch, half: int, parts: Sequence[RunningSignal]) -> None:
+        """Show one batch to all accumulators."""
+        info = BatchInfo(batch.predicted_tokens() if self._on_tokens else batch.size, half)
         labels = self._labels(batch)
         gates: list[tuple[Read, Tensor, int]] = []
-        calls: list[Call] = []
+        calls: list[RouterOutput] = []
         shown: set[Read] = set()
         parted: dict[
             Read, list[Tensor]
@@ -145,32 +145,32 @@ class Calibration:
             followed = calls if "routed_gradients" in self.needs else []
             watched = [*(gate for _, gate, _ in gates), *gates_of(followed)]
             gradients, found = self._gradients(mean_loss(self._loss, output, batch), watched, batch)
-            terms = gate_terms(gates, found[: len(gates)], calls, batch, step)
+            terms = gate_terms(gates, found[: len(gates)], calls, batch, info)
             for part in parts:
-                part.meter.see_gradients(gradients, step)
-                part.meter.see_gates(terms, step)
+                part.accumulator.see_gradients(gradients, info)
+                part.accumulator.see_gates(terms, info)
             for call, slopes in zip(followed, slopes_of(followed, found[len(gates) :]), strict=True):
                 # The gradient is that of the mean loss: times the samples, it is the sum over them.
                 _add(
                     tallies[call.block.name],
                     "weighted_term",
-                    call.by_expert(slopes * call.weight) * step.samples,
+                    call.by_expert(slopes * call.weight) * info.samples,
                 )
         if self._blocks:
             for part in parts:
-                part.meter.see_routing(tallies, step)
+                part.accumulator.see_routing(tallies, info)
         if "deletions" in self.needs:
             change = self._loss_changes(batch)
             for part in parts:
-                part.meter.see_deletions(change, step)
+                part.accumulator.see_deletions(change, info)
 
-    def _check_routing(self, calls: Sequence[Call]) -> None:
+    def _check_routing(self, calls: Sequence[RouterOutput]) -> None:
         """Refuse experts whose calls were not understood, or whose parameters cannot all be followed."""
         exact = {call.block.name: bool(call.gates) for call in calls}
         for block in self._blocks:
             experts = self._model.get_submodule(block.experts)
             if block.name not in exact:
-                raise Unseen(
+                raise NotObservable(
                     block.name,
                     f"Block {block.name!r} calls its {type(experts).__name__} in a way that is not known, so"
                     f" its routing cannot be seen: leave it out with skip={block.name!r} in discover, or"
@@ -188,7 +188,9 @@ class Calibration:
                 " language model has: use protection='routed_taylor'."
             )
 
-    def _tallies(self, calls: Sequence[Call], output: Any, batch: Batch) -> dict[str, dict[str, Tensor]]:
+    def _tallies(
+        self, calls: Sequence[RouterOutput], output: Any, batch: Batch
+    ) -> dict[str, dict[str, Tensor]]:
         """What the tokens of a batch sum up to for each expert of each block."""
         tallies: dict[str, dict[str, Tensor]] = {}
         exact: Sequence[Tensor] = ()

@@ -18,24 +18,23 @@ from fairpruner.core.spaces import Kind, UnitSpace
 from fairpruner.errors import FairprunerError
 from fairpruner.inputs.batches import Batch
 from fairpruner.inputs.tokens import real_tokens
-from fairpruner.models.observing import Read, Unseen, mean_over_tokens
-from fairpruner.models.routing import Call
-from fairpruner.scoring.signals.base import Meter, Signal, Step
+from fairpruner.models.observing import NotObservable, Read, mean_over_tokens
+from fairpruner.models.routing import RouterOutput
+from fairpruner.scoring.signals.base import Accumulator, BatchInfo, Signal
 
 
-class Part(NamedTuple):
+class RunningSignal(NamedTuple):
     """A signal at work on the spaces of some kinds."""
 
     name: str  # of what was asked for, to which it belongs
     signal: Signal
     kinds: tuple[Kind, ...]
-    meter: Meter
+    accumulator: Accumulator
 
 
-Parts = Sequence[Part]
-
-
-def show(read: Read, source: Tensor, axis: int, labels: Tensor, batch: Batch, parts: Parts) -> None:
+def show(
+    read: Read, source: Tensor, axis: int, labels: Tensor, batch: Batch, parts: Sequence[RunningSignal]
+) -> None:
     """Show what a weight reads to the signals that score its space."""
     with torch.autocast(
         source.device.type, enabled=False
@@ -45,7 +44,11 @@ def show(read: Read, source: Tensor, axis: int, labels: Tensor, batch: Batch, pa
 
 
 def show_experts(
-    parted: Mapping[Read, Sequence[Tensor]], calls: Sequence[Call], labels: Tensor, batch: Batch, parts: Parts
+    parted: Mapping[Read, Sequence[Tensor]],
+    calls: Sequence[RouterOutput],
+    labels: Tensor,
+    batch: Batch,
+    parts: Sequence[RunningSignal],
 ) -> None:
     """Show what the experts of each list read, [rows, C] in every call of each."""
     texts = real_tokens(batch.inputs) is not None
@@ -74,9 +77,9 @@ def show_experts(
 def gate_terms(
     gates: Sequence[tuple[Read, Tensor, int]],
     gradients: Sequence[Tensor | None],
-    calls: Sequence[Call],
+    calls: Sequence[RouterOutput],
     batch: Batch,
-    step: Step,
+    info: BatchInfo,
 ) -> dict[str, Tensor]:
     """<activation, gradient of each sample's own loss> of every unit, over all that read it: space -> [N,
     J].
@@ -94,7 +97,7 @@ def gate_terms(
             )  # [N, J, F]
             term = (activation * slope).sum(
                 2, dtype=torch.float64 if gate.dtype == torch.float64 else torch.float32
-            ) * step.samples
+            ) * info.samples
             if read.expert:
                 parted.setdefault(read, []).append(term)
             else:
@@ -113,12 +116,14 @@ def rows_along(tensor: Tensor, axis: int) -> Tensor:
     return tensor.movedim(axis, -1).reshape(-1, tensor.shape[axis])
 
 
-def _by_pooling(space: UnitSpace, parts: Parts) -> Iterator[tuple[bool, Iterator[Part]]]:
+def _by_pooling(
+    space: UnitSpace, parts: Sequence[RunningSignal]
+) -> Iterator[tuple[bool, Iterator[RunningSignal]]]:
     return groupby(sorted((part for part in parts if space.kind in part.kinds), key=_pools), key=_pools)
 
 
-def _pools(part: Part) -> bool:
-    return part.meter.pools_tokens
+def _pools(part: RunningSignal) -> bool:
+    return part.accumulator.pools_tokens
 
 
 def _seen(
@@ -141,7 +146,7 @@ def _seen(
     return read.by_unit(rows, axis, len(rows)), labels.repeat_interleave(real.sum(1), dim=0)
 
 
-def _places(read: Read, calls: Sequence[Call], batch: Batch, rows: int) -> tuple[Tensor, Tensor]:
+def _places(read: Read, calls: Sequence[RouterOutput], batch: Batch, rows: int) -> tuple[Tensor, Tensor]:
     """The sample of every row that a listed expert read, and whether the row counts: it is no padding,
     and was sent there; [rows] each.
     """
@@ -159,7 +164,7 @@ def _places(read: Read, calls: Sequence[Call], batch: Batch, rows: int) -> tuple
             counted.append(counts)
     sample = torch.cat(samples)
     if len(sample) != rows or (rows and int(sample.max()) >= batch.size):
-        raise Unseen(
+        raise NotObservable(
             read.space.name,
             f"Space {read.space.name!r} cannot be observed: {read.part.tensor} reads {rows} rows, of which"
             f" {len(sample)} could be told which of the {batch.size} samples they belong to. Leave it out"
@@ -179,7 +184,9 @@ def _means(activation: Tensor, sample: Tensor, samples: int) -> tuple[Tensor, Te
     return sums[present] / counts[present, None, None], present
 
 
-def _hand_over(read: Read, activation: Tensor, labels: Tensor, batch: Batch, parts: Iterable[Part]) -> None:
+def _hand_over(
+    read: Read, activation: Tensor, labels: Tensor, batch: Batch, parts: Iterable[RunningSignal]
+) -> None:
     # The sum is quick and shows nearly every flaw; only if it looks bad are all values examined.
     if not torch.isfinite(activation.sum()) and not torch.isfinite(activation).all():
         raise FairprunerError(
@@ -188,7 +195,7 @@ def _hand_over(read: Read, activation: Tensor, labels: Tensor, batch: Batch, par
         )
     for part in parts:
         with _blaming(part.signal.name, read.space):
-            part.meter.see_activation(read.space, activation, labels)
+            part.accumulator.see_activation(read.space, activation, labels)
 
 
 @contextmanager

@@ -24,22 +24,29 @@ from fairpruner.inputs.batches import Batch, Loss, forward, in_halves, read_batc
 from fairpruner.inputs.tokens import real_tokens
 from fairpruner.models.calling import check_has_numbers, evaluating
 from fairpruner.models.fingerprint import fingerprint
-from fairpruner.models.observing import LastInput, Unseen
+from fairpruner.models.observing import LastInput, NotObservable
 from fairpruner.scoring.calibration import Calibration, learning
 from fairpruner.scoring.processes import Processes
-from fairpruner.scoring.samples import Part
-from fairpruner.scoring.signals.base import Reading, Role, Task
-from fairpruner.scoring.signals.choosing import Asked, ByKind, Choice, choose, defaults, resolve
+from fairpruner.scoring.samples import RunningSignal
+from fairpruner.scoring.signals.base import Context, Result, Side
 from fairpruner.scoring.signals.classes import ClassGroups, group_classes
+from fairpruner.scoring.signals.selection import (
+    Asked,
+    ByKind,
+    Selection,
+    default_signals,
+    parse_signals,
+    select_signals,
+)
 from fairpruner.terminal import progress
 
 # Rank correlations of two halves of the data, below which the ranks of experts are noise; about 50,000
 # tokens
 # for 60 experts (benchmarks/routing.py).
-STABLE: dict[Role, float] = {"removal": 0.9, "protection": 0.4}
+STABLE: dict[Side, float] = {"removal": 0.9, "protection": 0.4}
 MORE = "Give more tokens, of all kinds of text that matter; 100,000 are a good start."
 
-Readings = Mapping[Role, Mapping[str, Reading]]  # role -> what was asked for -> its outcome
+Results = Mapping[Side, Mapping[str, Result]]  # side -> what was asked for -> its outcome
 
 
 def score(
@@ -70,17 +77,17 @@ def score(
     >>> scores.samples, scores.active, scores.removal["0"].shape
     (32, ('wasserstein', 'taylor'), (8,))
     """
-    asked: dict[Role, tuple[ByKind, ...] | None] = {
-        "removal": resolve("removal", removal),
-        "protection": resolve("protection", protection),
+    asked: dict[Side, tuple[ByKind, ...] | None] = {
+        "removal": parse_signals("removal", removal),
+        "protection": parse_signals("protection", protection),
     }
     check_has_numbers(model)
     # Loaders draw from the random state too, so reading the data is part of what is undone.
     with torch.inference_mode(False), torch.enable_grad(), evaluating(model):
         job = _Pass(model, data, asked, loss, groups, seed, Processes.current())
-        spaces, readings, samples = job.over(spaces)
+        spaces, results, samples = job.over(spaces)
     loss_name = "cross_entropy" if loss is None else getattr(loss, "__name__", type(loss).__name__)
-    scores = _scores(spaces, readings, samples, {"seed": seed, "groups": groups, "loss": loss_name})
+    scores = _scores(spaces, results, samples, {"seed": seed, "groups": groups, "loss": loss_name})
     _warn_of_noise(scores)
     return scores
 
@@ -91,13 +98,13 @@ class _Pass:
 
     model: nn.Module
     data: Iterable[Any]
-    asked: Mapping[Role, tuple[ByKind, ...] | None]
+    asked: Mapping[Side, tuple[ByKind, ...] | None]
     loss: Loss | None
     groups: int | None
     seed: int
     processes: Processes
 
-    def over(self, spaces: Spaces | None) -> tuple[Spaces, Readings, int]:
+    def over(self, spaces: Spaces | None) -> tuple[Spaces, Results, int]:
         """The spaces scored, the outcome of every signal, and the number of samples; what signals cannot
         look at is left out with a warning.
         """
@@ -115,13 +122,13 @@ class _Pass:
                 )
             spaces = _spaces(self.model, spaces, first)
             chosen = {
-                role: choose(role, wanted or (defaults(role, first.has_classes),), spaces)
-                for role, wanted in self.asked.items()
+                side: select_signals(side, wanted or (default_signals(side, first.has_classes),), spaces)
+                for side, wanted in self.asked.items()
             }
             calibration = Calibration(self.model, spaces, self.loss, _distinct(chosen), grouping)
             try:
                 return spaces, *self._readings(calibration, chosen, spaces, first, batches)
-            except Unseen as unseen:
+            except NotObservable as unseen:
                 left = calibration.spaces_at(unseen.name).intersection(spaces.names)
                 if (
                     len(left) in (0, len(spaces))
@@ -139,20 +146,20 @@ class _Pass:
     def _readings(
         self,
         calibration: Calibration,
-        chosen: Mapping[Role, Sequence[Choice]],
+        chosen: Mapping[Side, Sequence[Selection]],
         spaces: Spaces,
         first: Batch,
         batches: Iterator[Batch],
-    ) -> tuple[Readings, int]:
+    ) -> tuple[Results, int]:
         with learning(self.model, calibration.weights.values()):
             expected = calibration.look(first)
             classes = expected if self.groups is None else self.groups
-            tasks = {role: Task(self.model, spaces, role, classes, self.seed) for role in chosen}
+            contexts = {side: Context(self.model, spaces, side, classes, self.seed) for side in chosen}
             parts = {
-                role: [part for choice in chosen[role] for part in _start(choice, task)]
-                for role, task in tasks.items()
+                side: [part for selection in chosen[side] for part in _start(selection, context)]
+                for side, context in contexts.items()
             }
-            everything = [part for of_role in parts.values() for part in of_role]
+            everything = [part for of_side in parts.values() for part in of_side]
             samples = 0
             shared = self.processes.share(itertools.chain([first], batches))
             with progress("scoring", self.data) as advance:
@@ -163,40 +170,40 @@ class _Pass:
         if self.processes.size > 1:
             samples = sum(self.processes.gathered(samples))
             for part in everything:
-                part.meter.join(self.processes)
+                part.accumulator.join(self.processes)
         with torch.autocast(first.labels.device.type, enabled=False):
-            return {role: _read(of_role) for role, of_role in parts.items()}, samples
+            return {side: _read(of_side) for side, of_side in parts.items()}, samples
 
 
-def _distinct(chosen: Mapping[Role, Sequence[Choice]]) -> list[Choice]:
-    """All choices; one name may serve both roles only for signals that see no data, which have no halves
+def _distinct(chosen: Mapping[Side, Sequence[Selection]]) -> list[Selection]:
+    """All selections; one name may serve both roles only for signals that see no data, which have no halves
     to confuse.
     """
-    choices = [choice for of_role in chosen.values() for choice in of_role]
-    seen = [choice.name for choice in choices if any(signal.needs for signal in choice.signals)]
+    selections = [selection for of_side in chosen.values() for selection in of_side]
+    seen = [selection.name for selection in selections if any(signal.needs for signal in selection.signals)]
     if len(set(seen)) != len(seen):
         raise FairprunerError(
             f"A removal and a protection signal share a name, found {sorted(seen)}: rename one."
         )
-    return choices
+    return selections
 
 
-def _start(choice: Choice, task: Task) -> Iterator[Part]:
-    """The signals of a choice, each at work on the spaces of its kinds."""
-    for signal in choice.signals:
-        kinds = choice.kinds_of(signal)
-        yield Part(choice.name, signal, kinds, signal.start(replace(task, spaces=task.spaces.only(kinds))))
-
-
-def _read(parts: Sequence[Part]) -> dict[str, Reading]:
-    """The outcome of every choice, its signals' readings put together."""
-    found: dict[str, Reading] = {}
-    for part in parts:
-        reading, before = part.meter.read(), found.get(part.name, Reading({}))
-        merged = (
-            {**getattr(before, field.name), **getattr(reading, field.name)} for field in fields(Reading)
+def _start(selection: Selection, context: Context) -> Iterator[RunningSignal]:
+    """The signals of a selection, each at work on the spaces of its kinds."""
+    for signal in selection.signals:
+        kinds = selection.kinds_of(signal)
+        yield RunningSignal(
+            selection.name, signal, kinds, signal.start(replace(context, spaces=context.spaces.only(kinds)))
         )
-        found[part.name] = Reading(*merged)
+
+
+def _read(parts: Sequence[RunningSignal]) -> dict[str, Result]:
+    """The outcome of every selection, its signals' results put together."""
+    found: dict[str, Result] = {}
+    for part in parts:
+        result, before = part.accumulator.result(), found.get(part.name, Result({}))
+        merged = ({**getattr(before, field.name), **getattr(result, field.name)} for field in fields(Result))
+        found[part.name] = Result(*merged)
     return found
 
 
@@ -250,7 +257,7 @@ def _warn_of_noise(scores: Scores) -> None:
             FairprunerWarning,
             stacklevel=3,
         )
-    for (role, expected), signal in zip(STABLE.items(), scores.active, strict=True):
+    for (side, expected), signal in zip(STABLE.items(), scores.active, strict=True):
         halves = scores.halves.get(signal, {})
         agreement = [
             spearman(*halves[space.name]) or 0.0
@@ -259,7 +266,7 @@ def _warn_of_noise(scores: Scores) -> None:
         ]
         if agreement and (found := statistics.median(agreement)) < expected:
             warnings.warn(
-                f"The {scores.samples:,} samples are too few to rank experts for {role} by {signal!r}:"
+                f"The {scores.samples:,} samples are too few to rank experts for {side} by {signal!r}:"
                 f" between two halves of them the ranks correlate by {found:.2f}, expected at least"
                 f" {expected}. {MORE}",
                 FairprunerWarning,
@@ -267,11 +274,11 @@ def _warn_of_noise(scores: Scores) -> None:
             )
 
 
-def _scores(spaces: Spaces, readings: Readings, samples: int, settings: Mapping[str, Any]) -> Scores:
-    values: dict[Role, dict[str, Mapping[str, Floats]]] = {
-        role: {name: r.scores for name, r in by_name.items()} for role, by_name in readings.items()
+def _scores(spaces: Spaces, results: Results, samples: int, settings: Mapping[str, Any]) -> Scores:
+    values: dict[Side, dict[str, Mapping[str, Floats]]] = {
+        side: {name: r.scores for name, r in by_name.items()} for side, by_name in results.items()
     }
-    several = {name: reading for by_name in readings.values() for name, reading in by_name.items()}
-    halves = {name: reading.halves for name, reading in several.items() if reading.halves}
-    made = {name: dict(reading.settings) for name, reading in several.items() if reading.settings}
+    several = {name: result for by_name in results.values() for name, result in by_name.items()}
+    halves = {name: result.halves for name, result in several.items() if result.halves}
+    made = {name: dict(result.settings) for name, result in several.items() if result.settings}
     return Scores(spaces, values["removal"], values["protection"], samples, halves, {**settings, **made})

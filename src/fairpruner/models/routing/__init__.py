@@ -2,7 +2,7 @@
 of it.
 
 Blocks call their experts in three ways, each with a watcher of its own. All of them hand over the same
-`Call`.
+`RouterOutput`.
 """
 
 from __future__ import annotations
@@ -15,30 +15,37 @@ from torch import nn
 
 from fairpruner.models.calling import tensors_of
 from fairpruner.models.experts import ExpertBlock
-from fairpruner.models.routing.calls import (
-    Call,
-    Heard,
-    Visit,
+from fairpruner.models.routing.dense import DenseExperts
+from fairpruner.models.routing.fused import running_fused
+from fairpruner.models.routing.listed import ListedExperts, RecentTensors
+from fairpruner.models.routing.outputs import (
+    RouterOutput,
+    RouterTensors,
+    RouterVisitor,
     gates_of,
     loss_position_terms,
     probabilities,
     slopes_of,
 )
-from fairpruner.models.routing.dense import Dense
-from fairpruner.models.routing.fused import running_fused
-from fairpruner.models.routing.listed import Listed, Since
 
-__all__ = ["Call", "gates_of", "loss_position_terms", "probabilities", "slopes_of", "watching_experts"]
+__all__ = [
+    "RouterOutput",
+    "gates_of",
+    "loss_position_terms",
+    "probabilities",
+    "slopes_of",
+    "watching_experts",
+]
 
 
 @contextmanager
-def watching_experts(model: nn.Module, blocks: Sequence[ExpertBlock], visit: Visit) -> Iterator[None]:
+def watching_experts(model: nn.Module, blocks: Sequence[ExpertBlock], visit: RouterVisitor) -> Iterator[None]:
     """Inside, with gradients enabled, every forward shows `visit` what each block of experts did;
     afterwards the model is as it was.
     """
-    heard: Heard = {}
+    heard: RouterTensors = {}
     fused: dict[Any, ExpertBlock] = {}
-    since = Since()
+    since = RecentTensors()
     with ExitStack() as stack:
         if any(isinstance(model.get_submodule(block.experts), nn.ModuleList) for block in blocks):
             stack.enter_context(since)
@@ -52,11 +59,11 @@ def watching_experts(model: nn.Module, blocks: Sequence[ExpertBlock], visit: Vis
                     model.get_submodule(block.router).register_forward_hook(_hear(heard, block)).remove
                 )
             if isinstance(experts, nn.ModuleList):
-                Listed(block, heard, visit, experts, caller, since).attach(stack)
+                ListedExperts(block, heard, visit, experts, caller, since).attach(stack)
             elif hasattr(experts, "is_transposed"):
                 fused[experts] = block
             else:
-                dense = Dense(block, heard, visit)
+                dense = DenseExperts(block, heard, visit)
                 dense.attach(stack, experts)
                 stack.enter_context(dense)
         if fused:
@@ -64,7 +71,7 @@ def watching_experts(model: nn.Module, blocks: Sequence[ExpertBlock], visit: Vis
         yield
 
 
-def _hear(heard: Heard, block: ExpertBlock) -> Callable[[nn.Module, Any, Any], None]:
+def _hear(heard: RouterTensors, block: ExpertBlock) -> Callable[[nn.Module, Any, Any], None]:
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         heard[block.name] = [
             t.detach().reshape(-1, block.size)

@@ -12,15 +12,23 @@ from torch.overrides import TorchFunctionMode, has_torch_function
 
 from fairpruner.models.experts import ExpertBlock
 from fairpruner.models.observing import consumed
-from fairpruner.models.routing.calls import Call, Heard, Visit, gated, logits_in, new_gate, norms
+from fairpruner.models.routing.outputs import (
+    RouterOutput,
+    RouterTensors,
+    RouterVisitor,
+    gated,
+    logits_in,
+    new_gate,
+    norms,
+)
 
 
-class Dense(TorchFunctionMode):
+class DenseExperts(TorchFunctionMode):
     """Fused experts that all see all tokens, [E * T, H] weighted by the router beforehand, in batched
     products (Llama 4).
     """
 
-    def __init__(self, block: ExpertBlock, heard: Heard, visit: Visit) -> None:
+    def __init__(self, block: ExpertBlock, heard: RouterTensors, visit: RouterVisitor) -> None:
         super().__init__()
         self._block, self._heard, self._visit = block, heard, visit
         self._weights: set[int] = set()
@@ -62,7 +70,7 @@ class Dense(TorchFunctionMode):
             return
         pair = torch.arange(weights.numel(), device=weights.device)
         self._visit(
-            Call(
+            RouterOutput(
                 self._block,
                 tokens,
                 pair % tokens,

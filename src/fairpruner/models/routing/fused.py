@@ -15,13 +15,23 @@ from torch.overrides import has_torch_function
 
 from fairpruner.models.experts import ExpertBlock
 from fairpruner.models.observing import consumed
-from fairpruner.models.routing.calls import Call, Heard, Visit, gated, logits_in, new_gate, norms
+from fairpruner.models.routing.outputs import (
+    RouterOutput,
+    RouterTensors,
+    RouterVisitor,
+    gated,
+    logits_in,
+    new_gate,
+    norms,
+)
 
 IMPLEMENTATION = "fairpruner"  # the name under which transformers runs our experts during the pass
 
 
 @contextmanager
-def running_fused(fused: Mapping[Any, ExpertBlock], heard: Heard, visit: Visit) -> Iterator[None]:
+def running_fused(
+    fused: Mapping[Any, ExpertBlock], heard: RouterTensors, visit: RouterVisitor
+) -> Iterator[None]:
     """The fused experts of transformers, called with (hidden [T, H], chosen [T, k], weights [T, k]), are
     run by a function of ours.
     """
@@ -53,7 +63,7 @@ def running_fused(fused: Mapping[Any, ExpertBlock], heard: Heard, visit: Visit) 
         if experts in fused:
             block = fused[experts]
             visit(
-                Call(
+                RouterOutput(
                     block,
                     len(hidden),
                     token,

@@ -13,11 +13,19 @@ from torch.overrides import TorchFunctionMode
 
 from fairpruner.models.calling import tensors_of
 from fairpruner.models.experts import ExpertBlock
-from fairpruner.models.observing import Unseen
-from fairpruner.models.routing.calls import Call, Heard, Visit, gated, logits_in, new_gate, norms
+from fairpruner.models.observing import NotObservable
+from fairpruner.models.routing.outputs import (
+    RouterOutput,
+    RouterTensors,
+    RouterVisitor,
+    gated,
+    logits_in,
+    new_gate,
+    norms,
+)
 
 
-class Since(TorchFunctionMode):
+class RecentTensors(TorchFunctionMode):
     """Remembers the tensors met since the last call of an expert, as long as the block goes on."""
 
     def __init__(self) -> None:
@@ -39,7 +47,7 @@ class Since(TorchFunctionMode):
         return result
 
 
-class Listed:
+class ListedExperts:
     """A plain block with an `nn.ModuleList` of experts, which sums up their outputs weighted by the
     router.
 
@@ -55,11 +63,11 @@ class Listed:
     def __init__(
         self,
         block: ExpertBlock,
-        heard: Heard,
-        visit: Visit,
+        heard: RouterTensors,
+        visit: RouterVisitor,
         experts: nn.ModuleList,
         caller: nn.Module,
-        since: Since,
+        since: RecentTensors,
     ) -> None:
         self._block, self._heard, self._visit, self._experts, self._caller = (
             block,
@@ -126,7 +134,7 @@ class Listed:
         norm = torch.cat([norms(values.reshape(len(gate), -1)) for _, values, gate in calls]) * weight.abs()
         gates = tuple(gate for *_, gate in calls) if self._exact else ()
         self._visit(
-            Call(
+            RouterOutput(
                 self._block,
                 tokens,
                 token,
@@ -176,9 +184,9 @@ class Listed:
             token, done = part if done == 0 else token + part, done + some.shape[1]
         return weight, token
 
-    def _unseen(self) -> Unseen:
+    def _unseen(self) -> NotObservable:
         name = self._block.name
-        return Unseen(
+        return NotObservable(
             name,
             f"Block {name!r} does not just add up what its experts give, weighted by its router, so that"
             f" routing cannot be seen: leave it out with skip={name!r}, or score experts with removal='l2'"

@@ -3,17 +3,16 @@
 """
 
 from fairpruner.scoring.signals.base import (
-    Meter,
-    Reading,
+    Accumulator,
+    BatchInfo,
+    Context,
+    Result,
     Signal,
-    Step,
-    Task,
     built_in,
     names,
     protection_signal,
     removal_signal,
 )
-from fairpruner.scoring.signals.choosing import Choice, choose, defaults, resolve
 from fairpruner.scoring.signals.protection import Deletion, Taylor, Taylor2
 from fairpruner.scoring.signals.reconstruction import Reconstruction
 from fairpruner.scoring.signals.removal import ACTIVATION, FPGM, L1, L2, Random
@@ -25,6 +24,7 @@ from fairpruner.scoring.signals.routing import (
     RoutedTaylor,
     RoutedTaylorExact,
 )
+from fairpruner.scoring.signals.selection import Selection, default_signals, parse_signals, select_signals
 from fairpruner.scoring.signals.wasserstein import Wasserstein, WassersteinPooled
 
 built_in("removal", Wasserstein(), WassersteinPooled(), L1, L2, FPGM, ACTIVATION, Reconstruction(), Random())
@@ -32,24 +32,24 @@ built_in("removal", SOFT_ACTIVATION, SOFT_ACTIVATION_ALL, FREQUENCY, REAP)
 built_in("protection", Taylor(), Taylor2(), Deletion(), RoutedTaylor(), RoutedTaylorExact(), Random())
 
 __all__ = [
-    "Choice",
+    "Accumulator",
+    "BatchInfo",
+    "Context",
     "Deletion",
-    "Meter",
     "Random",
-    "Reading",
+    "Result",
     "RoutedTaylor",
     "RoutedTaylorExact",
+    "Selection",
     "Signal",
-    "Step",
-    "Task",
     "Taylor",
     "Taylor2",
     "Wasserstein",
     "WassersteinPooled",
-    "choose",
-    "defaults",
+    "default_signals",
     "names",
+    "parse_signals",
     "protection_signal",
     "removal_signal",
-    "resolve",
+    "select_signals",
 ]

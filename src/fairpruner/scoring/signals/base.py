@@ -16,8 +16,8 @@ from fairpruner.core.spaces import KINDS, Kind, Spaces, UnitSpace
 from fairpruner.errors import FairprunerError, unknown
 from fairpruner.scoring.processes import Processes
 
-Role = Literal["removal", "protection"]
-Need = Literal[
+Side = Literal["removal", "protection"]
+Observation = Literal[
     "activations", "gradients", "gates", "deletions", "routing", "routed_gradients", "routed_losses"
 ]
 
@@ -26,18 +26,18 @@ ROUTED: frozenset[Kind] = frozenset({"expert"})
 
 
 @dataclass(frozen=True, eq=False)
-class Task:
+class Context:
     """What a signal may know before the first sample."""
 
     model: nn.Module
     spaces: Spaces
-    role: Role
+    side: Side
     classes: int  # how many to expect
     seed: int
 
 
 @dataclass(frozen=True)
-class Step:
+class BatchInfo:
     """One batch: its number of samples (for a language model, of predicted tokens), and which half of the
     data (0 or 1) it belongs to.
     """
@@ -47,7 +47,7 @@ class Step:
 
 
 @dataclass(frozen=True, eq=False)
-class Reading:
+class Result:
     """A signal's outcome: scores [J] for each space, those of two disjoint halves of the data [2, J], and
     how they were made.
     """
@@ -57,7 +57,7 @@ class Reading:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Meter:
+class Accumulator:
     """One signal during one calibration pass; overrides what it asked to be shown."""
 
     pools_tokens: ClassVar[bool] = (
@@ -68,28 +68,28 @@ class Meter:
     def see_activation(self, space: UnitSpace, activation: Tensor, labels: Tensor) -> None:
         """What the space's consumer reads, [N, J, F], and the labels of the samples, [N]."""
 
-    def see_gradients(self, gradients: Mapping[str, Tensor], step: Step) -> None:
+    def see_gradients(self, gradients: Mapping[str, Tensor], info: BatchInfo) -> None:
         """The mean loss's gradient by parameter, for every parameter that a unit owns a part of."""
 
-    def see_gates(self, terms: Mapping[str, Tensor], step: Step) -> None:
+    def see_gates(self, terms: Mapping[str, Tensor], info: BatchInfo) -> None:
         """For each space, minus the first-order change of each sample's loss as a unit is gated off, [N,
         J].
         """
 
-    def see_deletions(self, loss_change: Callable[[UnitSpace, int], float], step: Step) -> None:
+    def see_deletions(self, loss_change: Callable[[UnitSpace, int], float], info: BatchInfo) -> None:
         """A function that gives the change of the mean loss when one unit of a space is removed."""
 
-    def see_routing(self, tallies: Mapping[str, Mapping[str, Tensor]], step: Step) -> None:
+    def see_routing(self, tallies: Mapping[str, Mapping[str, Tensor]], info: BatchInfo) -> None:
         """For each space of experts, what the batch's tokens sum up to for each expert, [E]: how many
         selected it, with what router weight, …
         """
 
     def join(self, processes: Processes) -> None:
-        """Take in what this signal's meters saw in the other processes of a job, so that all hold the
+        """Take in what this signal's accumulators saw in the other processes of a job, so that all hold the
         same; nothing to do without data.
         """
 
-    def read(self) -> Reading:
+    def result(self) -> Result:
         """The outcome, asked for once, after the last batch."""
         raise NotImplementedError
 
@@ -101,11 +101,11 @@ class Signal(ABC):
 
     name: str
     kinds: ClassVar[frozenset[Kind]] = DENSE  # of the spaces that it can score
-    needs: ClassVar[frozenset[Need]] = frozenset()  # nothing: the weights are enough
+    needs: ClassVar[frozenset[Observation]] = frozenset()  # nothing: the weights are enough
     compares_classes: ClassVar[bool] = False  # labels must be class indices
 
     @abstractmethod
-    def start(self, task: Task) -> Meter: ...
+    def start(self, context: Context) -> Accumulator: ...
 
 
 Values = Floats | Tensor | Sequence[float]
@@ -127,20 +127,20 @@ class WeightSignal(Signal):
     function: WeightFunction
     kinds: ClassVar[frozenset[Kind]] = frozenset(KINDS)
 
-    def start(self, task: Task) -> Meter:
-        return _WeightMeter(self, task)
+    def start(self, context: Context) -> Accumulator:
+        return _WeightAccumulator(self, context)
 
 
-class _WeightMeter(Meter):
-    def __init__(self, signal: WeightSignal, task: Task) -> None:
-        self._signal, self._task = signal, task
+class _WeightAccumulator(Accumulator):
+    def __init__(self, signal: WeightSignal, context: Context) -> None:
+        self._signal, self._context = signal, context
 
-    def read(self) -> Reading:
-        signal, task = self._signal, self._task
-        return Reading(
+    def result(self) -> Result:
+        signal, context = self._signal, self._context
+        return Result(
             {
-                space.name: as_scores(signal.function(space, task.model), space, signal.name)
-                for space in task.spaces
+                space.name: as_scores(signal.function(space, context.model), space, signal.name)
+                for space in context.spaces
             }
         )
 
@@ -155,16 +155,16 @@ class ActivationSignal(Signal):
 
     name: str
     kind: Callable[[UnitSpace], Any]
-    needs: ClassVar[frozenset[Need]] = frozenset({"activations"})
+    needs: ClassVar[frozenset[Observation]] = frozenset({"activations"})
 
-    def start(self, task: Task) -> Meter:
-        return _ActivationMeter(self, task)
+    def start(self, context: Context) -> Accumulator:
+        return _ActivationAccumulator(self, context)
 
 
-class _ActivationMeter(Meter):
-    def __init__(self, signal: ActivationSignal, task: Task) -> None:
-        self._name, self._spaces = signal.name, task.spaces
-        self._watchers = {space.name: signal.kind(space) for space in task.spaces}
+class _ActivationAccumulator(Accumulator):
+    def __init__(self, signal: ActivationSignal, context: Context) -> None:
+        self._name, self._spaces = signal.name, context.spaces
+        self._watchers = {space.name: signal.kind(space) for space in context.spaces}
 
     def see_activation(self, space: UnitSpace, activation: Tensor, labels: Tensor) -> None:
         self._watchers[space.name].update(activation, labels)
@@ -178,7 +178,7 @@ class _ActivationMeter(Meter):
                 )
             watcher.join(processes)
 
-    def read(self) -> Reading:
+    def result(self) -> Result:
         scores = {
             space.name: as_scores(self._watchers[space.name].compute(), space, self._name)
             for space in self._spaces
@@ -188,24 +188,24 @@ class _ActivationMeter(Meter):
             for name, w in self._watchers.items()
             if hasattr(w, "halves")
         }
-        return Reading(scores, halves)
+        return Result(scores, halves)
 
 
-_registry: dict[Role, dict[str, Signal]] = {"removal": {}, "protection": {}}
-_built_in: set[tuple[Role, str]] = set()
+_registry: dict[Side, dict[str, Signal]] = {"removal": {}, "protection": {}}
+_built_in: set[tuple[Side, str]] = set()
 Own = TypeVar("Own", bound=Callable[..., Any])
 
 
-def built_in(role: Role, *signals: Signal) -> None:
+def built_in(side: Side, *signals: Signal) -> None:
     """Register the package's own signals, whose names cannot be taken."""
     for signal in signals:
-        _registry[role][signal.name] = signal
-        _built_in.add((role, signal.name))
+        _registry[side][signal.name] = signal
+        _built_in.add((side, signal.name))
 
 
-def names(role: Role) -> tuple[str, ...]:
-    """The registered signals of a role."""
-    return tuple(_registry[role])
+def names(side: Side) -> tuple[str, ...]:
+    """The registered signals of a side."""
+    return tuple(_registry[side])
 
 
 def removal_signal(name: str) -> Callable[[Own], Own]:
@@ -239,12 +239,12 @@ def protection_signal(name: str) -> Callable[[Own], Own]:
     return _decorator("protection", name)
 
 
-def _decorator(role: Role, name: str) -> Callable[[Own], Own]:
-    if (role, name) in _built_in:
-        raise FairprunerError(f"The {role} signal {name!r} is built in: register yours under another name.")
+def _decorator(side: Side, name: str) -> Callable[[Own], Own]:
+    if (side, name) in _built_in:
+        raise FairprunerError(f"The {side} signal {name!r} is built in: register yours under another name.")
 
     def register(own: Own) -> Own:
-        _registry[role][name] = (
+        _registry[side][name] = (
             ActivationSignal(name, own) if isinstance(own, type) else WeightSignal(name, own)
         )
         return own
@@ -252,8 +252,8 @@ def _decorator(role: Role, name: str) -> Callable[[Own], Own]:
     return register
 
 
-def named(role: Role, name: str) -> Signal:
+def named(side: Side, name: str) -> Signal:
     """The signal registered under a name."""
-    if name not in _registry[role]:
-        raise unknown(f"{role} signal", name, _registry[role])
-    return _registry[role][name]
+    if name not in _registry[side]:
+        raise unknown(f"{side} signal", name, _registry[side])
+    return _registry[side][name]

@@ -13,7 +13,7 @@ from torch import Tensor
 from fairpruner.core.arrays import Floats, Ints
 from fairpruner.core.spaces import KINDS, Kind, Spaces, UnitSpace
 from fairpruner.scoring.processes import Processes
-from fairpruner.scoring.signals.base import Meter, Need, Reading, Signal, Step, Task
+from fairpruner.scoring.signals.base import Accumulator, BatchInfo, Context, Observation, Result, Signal
 
 
 class HalvedMeans:
@@ -23,13 +23,13 @@ class HalvedMeans:
         self._sums: dict[Hashable, Floats] = {}  # [2, size] each
         self._counts = np.zeros((2, 1))
 
-    def count(self, step: Step) -> None:
-        self._counts[step.half] += step.samples
+    def count(self, info: BatchInfo) -> None:
+        self._counts[info.half] += info.samples
 
-    def add(self, key: Hashable, total: Tensor, step: Step) -> None:
+    def add(self, key: Hashable, total: Tensor, info: BatchInfo) -> None:
         """Add what the samples of a batch sum up to, [size]."""
         vector = total.to("cpu", torch.float64).numpy()
-        self._sums.setdefault(key, np.zeros((2, vector.size)))[step.half] += vector
+        self._sums.setdefault(key, np.zeros((2, vector.size)))[info.half] += vector
 
     def join(self, processes: Processes) -> None:
         """Add up what all processes have summed, in the order of ranks, so that all end with the same."""
@@ -47,10 +47,10 @@ class HalvedMeans:
         return np.concatenate([whole, sums / self._counts]) if self._counts.all() else whole
 
 
-def absolute(means: Mapping[str, Floats]) -> Reading:
+def absolute(means: Mapping[str, Floats]) -> Result:
     """Scores from signed means [1 or 3, J]: the absolute value comes last, as in Algorithm 2."""
     halves = {name: np.abs(rows[1:]) for name, rows in means.items() if len(rows) == 3}
-    return Reading({name: np.abs(rows[0]) for name, rows in means.items()}, halves)
+    return Result({name: np.abs(rows[0]) for name, rows in means.items()}, halves)
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,10 @@ class Taylor(Signal):
     """
 
     name: str = "taylor"
-    needs: ClassVar[frozenset[Need]] = frozenset({"gradients"})
+    needs: ClassVar[frozenset[Observation]] = frozenset({"gradients"})
 
-    def start(self, task: Task) -> Meter:
-        return _TaylorMeter(task)
+    def start(self, context: Context) -> Accumulator:
+        return _TaylorAccumulator(context)
 
 
 class _Crossing(NamedTuple):
@@ -75,20 +75,20 @@ class _Crossing(NamedTuple):
     units: Ints  # [n]
 
 
-class _TaylorMeter(Meter):
-    def __init__(self, task: Task) -> None:
-        self._spaces = task.spaces
-        self._parameters = dict(task.model.named_parameters(remove_duplicate=False))
+class _TaylorAccumulator(Accumulator):
+    def __init__(self, context: Context) -> None:
+        self._spaces = context.spaces
+        self._parameters = dict(context.model.named_parameters(remove_duplicate=False))
         self._dims: dict[str, set[int]] = {}  # of each tensor, those along which units lie
         for part in (
-            part for space in task.spaces for part in space.slices if part.tensor in self._parameters
+            part for space in context.spaces for part in space.slices if part.tensor in self._parameters
         ):
             self._dims.setdefault(part.tensor, set()).add(part.dim)
-        self._crossings = {space.name: _crossings(space) for space in task.spaces}
+        self._crossings = {space.name: _crossings(space) for space in context.spaces}
         self._means = HalvedMeans()
 
-    def see_gradients(self, gradients: Mapping[str, Tensor], step: Step) -> None:
-        self._means.count(step)
+    def see_gradients(self, gradients: Mapping[str, Tensor], info: BatchInfo) -> None:
+        self._means.count(info)
         crossings = [(space, crossing) for space, found in self._crossings.items() for crossing in found]
         for tensor, dims in self._dims.items():
             if tensor not in gradients:
@@ -97,18 +97,18 @@ class _TaylorMeter(Meter):
             product = gradient * weight
             for dim in dims:
                 # The gradient is that of the mean loss: times the samples, it is the sum over them.
-                self._means.add((tensor, dim), _sums_along(product, dim) * step.samples, step)
+                self._means.add((tensor, dim), _sums_along(product, dim) * info.samples, info)
             for space, crossing in crossings:
                 if crossing.tensor == tensor:
                     shared = product.flatten(2).sum(2) if product.ndim > 2 else product  # [O, I]
                     self._means.add(
-                        (space, tensor), shared[crossing.rows, crossing.columns] * step.samples, step
+                        (space, tensor), shared[crossing.rows, crossing.columns] * info.samples, info
                     )
 
     def join(self, processes: Processes) -> None:
         self._means.join(processes)
 
-    def read(self) -> Reading:
+    def result(self) -> Result:
         return absolute({space.name: self._of(space) for space in self._spaces})
 
     def _of(self, space: UnitSpace) -> Floats:
@@ -166,26 +166,26 @@ class Taylor2(Signal):
     """
 
     name: str = "taylor2"
-    needs: ClassVar[frozenset[Need]] = frozenset({"gates"})
+    needs: ClassVar[frozenset[Observation]] = frozenset({"gates"})
 
-    def start(self, task: Task) -> Meter:
-        return _Taylor2Meter(task.spaces)
+    def start(self, context: Context) -> Accumulator:
+        return _Taylor2Accumulator(context.spaces)
 
 
-class _Taylor2Meter(Meter):
+class _Taylor2Accumulator(Accumulator):
     def __init__(self, spaces: Spaces) -> None:
         self._spaces, self._means = spaces, HalvedMeans()
 
-    def see_gates(self, terms: Mapping[str, Tensor], step: Step) -> None:
-        self._means.count(step)
+    def see_gates(self, terms: Mapping[str, Tensor], info: BatchInfo) -> None:
+        self._means.count(info)
         for name, term in terms.items():
             exact = term.to("cpu", torch.float64)  # [N, J]
-            self._means.add(name, (-exact + exact.square() / 2).sum(0), step)
+            self._means.add(name, (-exact + exact.square() / 2).sum(0), info)
 
     def join(self, processes: Processes) -> None:
         self._means.join(processes)
 
-    def read(self) -> Reading:
+    def result(self) -> Result:
         return absolute({space.name: self._means.of(space.name, space.size) for space in self._spaces})
 
 
@@ -197,26 +197,26 @@ class Deletion(Signal):
 
     name: str = "deletion"
     kinds: ClassVar[frozenset[Kind]] = frozenset(KINDS)
-    needs: ClassVar[frozenset[Need]] = frozenset({"deletions"})
+    needs: ClassVar[frozenset[Observation]] = frozenset({"deletions"})
 
-    def start(self, task: Task) -> Meter:
-        return _DeletionMeter(task.spaces)
+    def start(self, context: Context) -> Accumulator:
+        return _DeletionAccumulator(context.spaces)
 
 
-class _DeletionMeter(Meter):
+class _DeletionAccumulator(Accumulator):
     def __init__(self, spaces: Spaces) -> None:
         self._spaces, self._means = spaces, HalvedMeans()
 
-    def see_deletions(self, loss_change: Callable[[UnitSpace, int], float], step: Step) -> None:
-        self._means.count(step)
+    def see_deletions(self, loss_change: Callable[[UnitSpace, int], float], info: BatchInfo) -> None:
+        self._means.count(info)
         for space in self._spaces:
             changes = torch.tensor(
                 [loss_change(space, unit) for unit in range(space.size)], dtype=torch.float64
             )
-            self._means.add(space.name, changes * step.samples, step)
+            self._means.add(space.name, changes * info.samples, info)
 
     def join(self, processes: Processes) -> None:
         self._means.join(processes)
 
-    def read(self) -> Reading:
+    def result(self) -> Result:
         return absolute({space.name: self._means.of(space.name, space.size) for space in self._spaces})

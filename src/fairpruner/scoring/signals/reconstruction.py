@@ -16,7 +16,7 @@ from fairpruner.core.costs import predict
 from fairpruner.core.spaces import Spaces, UnitSpace
 from fairpruner.models.observing import positions_of
 from fairpruner.scoring.processes import Processes
-from fairpruner.scoring.signals.base import Meter, Need, Reading, Signal, Task
+from fairpruner.scoring.signals.base import Accumulator, Context, Observation, Result, Signal
 
 # share of the units' mean variance that is added to each, so that redundant units leave the covariance
 # invertible
@@ -34,16 +34,16 @@ class Reconstruction(Signal):
     """
 
     name: str = "reconstruction"
-    needs: ClassVar[frozenset[Need]] = frozenset({"activations"})
+    needs: ClassVar[frozenset[Observation]] = frozenset({"activations"})
 
-    def start(self, task: Task) -> Meter:
-        return _ReconstructionMeter(task)
+    def start(self, context: Context) -> Accumulator:
+        return _ReconstructionAccumulator(context)
 
 
-class _ReconstructionMeter(Meter):
-    def __init__(self, task: Task) -> None:
-        self._task = task
-        self._moments = {space.name: _Moments(space) for space in task.spaces}
+class _ReconstructionAccumulator(Accumulator):
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._moments = {space.name: _Moments(space) for space in context.spaces}
 
     def see_activation(self, space: UnitSpace, activation: Tensor, labels: Tensor) -> None:
         self._moments[space.name].update(activation)
@@ -52,18 +52,18 @@ class _ReconstructionMeter(Meter):
         for moments in self._moments.values():
             moments.join(processes)
 
-    def read(self) -> Reading:
+    def result(self) -> Result:
         scores, halves = {}, {}
-        for space in self._task.spaces:
+        for space in self._context.spaces:
             moments = self._moments[space.name]
-            weights = reading_gram(space, self._task.model, moments.width) / unit_flops(
-                space, self._task.spaces
+            weights = reading_gram(space, self._context.model, moments.width) / unit_flops(
+                space, self._context.spaces
             )
             scores[space.name] = greedy_errors(moments.covariance((0, 1)), weights, space.size)
             halves[space.name] = np.stack(
                 [greedy_errors(moments.covariance((parity,)), weights, space.size) for parity in (0, 1)]
             )
-        return Reading(scores, halves)
+        return Result(scores, halves)
 
 
 class _Moments:

@@ -18,7 +18,14 @@ from fairpruner.core.spaces import KINDS, Kind, UnitSpace
 from fairpruner.errors import FairprunerError
 from fairpruner.models.observing import positions_of
 from fairpruner.scoring.processes import Processes
-from fairpruner.scoring.signals.base import ActivationSignal, Meter, Reading, Signal, Task, WeightSignal
+from fairpruner.scoring.signals.base import (
+    Accumulator,
+    ActivationSignal,
+    Context,
+    Result,
+    Signal,
+    WeightSignal,
+)
 
 GRAM_COLUMNS = 4096  # weights of a unit that are compared at once, which bounds the memory of fpgm
 
@@ -120,25 +127,27 @@ class MeanActivation:
 
 @dataclass(frozen=True)
 class Random(Signal):
-    """Uniform numbers, fixed by the seed, the role and the name of the space."""
+    """Uniform numbers, fixed by the seed, the side and the name of the space."""
 
     name: str = "random"
     kinds: ClassVar[frozenset[Kind]] = frozenset(KINDS)
 
-    def start(self, task: Task) -> Meter:
-        return _RandomMeter(task)
+    def start(self, context: Context) -> Accumulator:
+        return _RandomAccumulator(context)
 
 
-class _RandomMeter(Meter):
-    def __init__(self, task: Task) -> None:
-        self._task = task
+class _RandomAccumulator(Accumulator):
+    def __init__(self, context: Context) -> None:
+        self._context = context
 
-    def read(self) -> Reading:
-        task = self._task
-        return Reading(
+    def result(self) -> Result:
+        context = self._context
+        return Result(
             {
-                space.name: np.random.default_rng(_seed(task.seed, task.role, space.name)).random(space.size)
-                for space in task.spaces
+                space.name: np.random.default_rng(_seed(context.seed, context.side, space.name)).random(
+                    space.size
+                )
+                for space in context.spaces
             }
         )
 

@@ -15,32 +15,38 @@ from fairpruner.core.arrays import Floats
 from fairpruner.core.spaces import Kind
 from fairpruner.errors import FairprunerError
 from fairpruner.scoring.processes import Processes
-from fairpruner.scoring.signals.base import ROUTED, Meter, Need, Reading, Signal, Step, Task
+from fairpruner.scoring.signals.base import (
+    ROUTED,
+    Accumulator,
+    BatchInfo,
+    Context,
+    Observation,
+    Result,
+    Signal,
+)
 from fairpruner.scoring.signals.protection import HalvedMeans, absolute
 
 
 @dataclass(frozen=True)
 class RoutingShare(Signal):
-    """A quantity summed over the tokens for each expert, per another: what `routing.Call.tally` counts,
-    by name.
-    """
+    """One tally of `RouterOutput.tally`, divided by another, for each expert."""
 
     name: str
     amount: str
     per: str
     kinds: ClassVar[frozenset[Kind]] = ROUTED
-    needs: ClassVar[frozenset[Need]] = frozenset({"routing"})
+    needs: ClassVar[frozenset[Observation]] = frozenset({"routing"})
 
-    def start(self, task: Task) -> Meter:
-        return _ShareMeter(self, task)
+    def start(self, context: Context) -> Accumulator:
+        return _ShareAccumulator(self, context)
 
 
-class _ShareMeter(Meter):
-    def __init__(self, signal: RoutingShare, task: Task) -> None:
-        self._signal, self._spaces, self._means = signal, task.spaces, HalvedMeans()
+class _ShareAccumulator(Accumulator):
+    def __init__(self, signal: RoutingShare, context: Context) -> None:
+        self._signal, self._spaces, self._means = signal, context.spaces, HalvedMeans()
 
-    def see_routing(self, tallies: Mapping[str, Mapping[str, Tensor]], step: Step) -> None:
-        self._means.count(step)
+    def see_routing(self, tallies: Mapping[str, Mapping[str, Tensor]], info: BatchInfo) -> None:
+        self._means.count(info)
         for space in self._spaces:
             for quantity in (self._signal.amount, self._signal.per):
                 if quantity not in tallies[space.name]:
@@ -48,14 +54,14 @@ class _ShareMeter(Meter):
                         f"Signal {self._signal.name!r} cannot score space {space.name!r}, whose router does"
                         " not show its logits: use removal='soft_activation'."
                     )
-                self._means.add((space.name, quantity), tallies[space.name][quantity], step)
+                self._means.add((space.name, quantity), tallies[space.name][quantity], info)
 
     def join(self, processes: Processes) -> None:
         self._means.join(processes)
 
-    def read(self) -> Reading:
+    def result(self) -> Result:
         values = {space.name: self._of(space.name, space.size) for space in self._spaces}
-        return Reading(
+        return Result(
             {name: rows[0] for name, rows in values.items()},
             {name: rows[1:] for name, rows in values.items() if len(rows) == 3},
         )
@@ -81,11 +87,11 @@ class RoutedTaylor(Signal):
 
     name: str = "routed_taylor"
     kinds: ClassVar[frozenset[Kind]] = ROUTED
-    needs: ClassVar[frozenset[Need]] = frozenset({"routed_gradients"})
+    needs: ClassVar[frozenset[Observation]] = frozenset({"routed_gradients"})
     term: ClassVar[str] = "weighted_term"
 
-    def start(self, task: Task) -> Meter:
-        return TermMeter(self.term, task)
+    def start(self, context: Context) -> Accumulator:
+        return TermAccumulator(self.term, context)
 
 
 @dataclass(frozen=True)
@@ -95,23 +101,23 @@ class RoutedTaylorExact(RoutedTaylor):
     """
 
     name: str = "routed_taylor_exact"
-    needs: ClassVar[frozenset[Need]] = frozenset({"routed_losses"})
+    needs: ClassVar[frozenset[Observation]] = frozenset({"routed_losses"})
     term: ClassVar[str] = "exact_term"
 
 
-class TermMeter(Meter):
+class TermAccumulator(Accumulator):
     """The absolute mean of a signed term, summed over the samples of each batch."""
 
-    def __init__(self, term: str, task: Task) -> None:
-        self._term, self._spaces, self._means = term, task.spaces, HalvedMeans()
+    def __init__(self, term: str, context: Context) -> None:
+        self._term, self._spaces, self._means = term, context.spaces, HalvedMeans()
 
-    def see_routing(self, tallies: Mapping[str, Mapping[str, Tensor]], step: Step) -> None:
-        self._means.count(step)
+    def see_routing(self, tallies: Mapping[str, Mapping[str, Tensor]], info: BatchInfo) -> None:
+        self._means.count(info)
         for space in self._spaces:
-            self._means.add(space.name, tallies[space.name][self._term], step)
+            self._means.add(space.name, tallies[space.name][self._term], info)
 
     def join(self, processes: Processes) -> None:
         self._means.join(processes)
 
-    def read(self) -> Reading:
+    def result(self) -> Result:
         return absolute({space.name: self._means.of(space.name, space.size) for space in self._spaces})

@@ -20,7 +20,7 @@ from fairpruner.core.arrays import Floats, Ints
 from fairpruner.core.spaces import UnitSpace
 from fairpruner.errors import FairprunerError
 from fairpruner.scoring.processes import Processes
-from fairpruner.scoring.signals.base import Meter, Need, Reading, Signal, Task
+from fairpruner.scoring.signals.base import Accumulator, Context, Observation, Result, Signal
 from fairpruner.scoring.signals.quantiles import ClassQuantiles
 
 STATE_BYTES = 400 * 10**6  # what all spaces and classes together may keep
@@ -38,7 +38,7 @@ class Wasserstein(Signal):
 
     projections: int = 32
     name: str = "wasserstein"
-    needs: ClassVar[frozenset[Need]] = frozenset({"activations"})
+    needs: ClassVar[frozenset[Observation]] = frozenset({"activations"})
     compares_classes: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -47,8 +47,8 @@ class Wasserstein(Signal):
                 f"Signal {self.name!r} has {self.projections} projections, expected at least 1."
             )
 
-    def start(self, task: Task) -> Meter:
-        return _WassersteinMeter(self, task)
+    def start(self, context: Context) -> Accumulator:
+        return _WassersteinAccumulator(self, context)
 
     def directions(self, features: int, projections: int, seed: Sequence[int]) -> Floats:
         """Unit vectors of R^F as columns, [F, P]."""
@@ -83,21 +83,21 @@ def capacity(units: int, classes: int, projections: int, itemsize: int) -> tuple
     return kept, max(1, min(projections, affordable // kept))
 
 
-class _WassersteinMeter(Meter):
+class _WassersteinAccumulator(Accumulator):
     pools_tokens = True  # so that texts of any length are points of one space
 
-    def __init__(self, signal: Wasserstein, task: Task) -> None:
+    def __init__(self, signal: Wasserstein, context: Context) -> None:
         itemsize = max(
-            (p.element_size() for p in task.model.parameters() if p.dtype == torch.float64), default=4
+            (p.element_size() for p in context.model.parameters() if p.dtype == torch.float64), default=4
         )
-        units = sum(space.size for space in task.spaces)
-        self._signal, self._seed = signal, task.seed
-        self._kept, self._projections = capacity(units, task.classes, signal.projections, itemsize)
-        self._position = {space.name: i for i, space in enumerate(task.spaces)}
+        units = sum(space.size for space in context.spaces)
+        self._signal, self._seed = signal, context.seed
+        self._kept, self._projections = capacity(units, context.classes, signal.projections, itemsize)
+        self._position = {space.name: i for i, space in enumerate(context.spaces)}
         self._directions: dict[str, Tensor] = {}
-        self._classes: dict[str, dict[int, ClassQuantiles]] = {space.name: {} for space in task.spaces}
-        self._spaces = task.spaces
-        self._device = next(task.model.parameters()).device
+        self._classes: dict[str, dict[int, ClassQuantiles]] = {space.name: {} for space in context.spaces}
+        self._spaces = context.spaces
+        self._device = next(context.model.parameters()).device
 
     def see_activation(self, space: UnitSpace, activation: Tensor, labels: Tensor) -> None:
         values = activation if activation.dtype == torch.float64 else activation.float()
@@ -150,7 +150,7 @@ class _WassersteinMeter(Meter):
                 classes[label].join(processes)
             self._classes[name] = dict(sorted(classes.items()))
 
-    def read(self) -> Reading:
+    def result(self) -> Result:
         scores, halves = {}, {}
         for space in self._spaces:
             classes = list(
@@ -164,7 +164,7 @@ class _WassersteinMeter(Meter):
             scores[space.name], *of_halves = _diameters(classes, space.size, classes[0].columns // space.size)
             if len(of_halves) == 2:
                 halves[space.name] = np.stack(of_halves)
-        return Reading(scores, halves, {"projections": self._projections, "kept_samples": self._kept})
+        return Result(scores, halves, {"projections": self._projections, "kept_samples": self._kept})
 
 
 def _diameters(classes: Sequence[ClassQuantiles], units: int, projections: int) -> list[Floats]:

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from fairpruner.core.spaces import KINDS, Kind, Spaces
 from fairpruner.errors import FairprunerError, unknown
-from fairpruner.scoring.signals.base import Role, Signal, named
+from fairpruner.scoring.signals.base import Side, Signal, named
 
 One = str | Signal | Mapping[str, "str | Signal"]
 Asked = One | Sequence[One]
 ByKind = Mapping[Kind, Signal]
 
 # What scores a kind when nothing is asked for.
-DEFAULTS: dict[Role, dict[Kind, str]] = {
+DEFAULTS: dict[Side, dict[Kind, str]] = {
     "removal": {**dict.fromkeys(KINDS, "wasserstein"), "expert": "soft_activation"},
     "protection": {**dict.fromkeys(KINDS, "taylor"), "expert": "routed_taylor"},
 }
@@ -22,7 +22,7 @@ WITHOUT_CLASSES = "activation"  # in place of wasserstein, for language models w
 
 
 @dataclass(frozen=True)
-class Choice:
+class Selection:
     """One signal that was asked for: its name, and for each kind of space the signal that scores it.
 
     Signals for several kinds go by one name, kind=signal+kind=signal, which also asks for them.
@@ -39,11 +39,11 @@ class Choice:
         return tuple(kind for kind, chosen in self.by_kind.items() if chosen is signal)
 
 
-def resolve(role: Role, asked: Asked | None) -> tuple[ByKind, ...] | None:
+def parse_signals(side: Side, asked: Asked | None) -> tuple[ByKind, ...] | None:
     """The signals that were asked for, one or several, each by name, as an object, or as a mapping from
     kinds of spaces.
 
-    >>> found = resolve("removal", {"head": "l2", "expert": "reap"})
+    >>> found = parse_signals("removal", {"head": "l2", "expert": "reap"})
     >>> [{kind: signal.name for kind, signal in one.items()} for one in found]
     [{'head': 'l2', 'expert': 'reap'}]
     """
@@ -51,66 +51,66 @@ def resolve(role: Role, asked: Asked | None) -> tuple[ByKind, ...] | None:
         return None
     several = (asked,) if isinstance(asked, (str, Signal, Mapping)) else tuple(asked)
     if not several:
-        raise FairprunerError(f"The {role} signals are [], expected at least one.")
-    return tuple(_by_kind(role, one) for one in several)
+        raise FairprunerError(f"The {side} signals are [], expected at least one.")
+    return tuple(_by_kind(side, one) for one in several)
 
 
-def defaults(role: Role, classes: bool) -> ByKind:
+def default_signals(side: Side, classes: bool) -> ByKind:
     """The signal for each kind when none is asked for; `classes` says whether the samples have any to
     compare.
     """
     found: ByKind = {
-        kind: named(role, WITHOUT_CLASSES if name == "wasserstein" and not classes else name)
-        for kind, name in DEFAULTS[role].items()
+        kind: named(side, WITHOUT_CLASSES if name == "wasserstein" and not classes else name)
+        for kind, name in DEFAULTS[side].items()
     }
     return found
 
 
-def choose(role: Role, wanted: Sequence[ByKind], spaces: Spaces) -> tuple[Choice, ...]:
+def select_signals(side: Side, wanted: Sequence[ByKind], spaces: Spaces) -> tuple[Selection, ...]:
     """What was asked for, narrowed to the kinds that the spaces have; an error where a kind would go
     without a score.
     """
     kinds = [kind for kind in KINDS if any(space.kind == kind for space in spaces)]
-    choices = tuple(_choice(role, by_kind, kinds) for by_kind in wanted)
-    found = [choice.name for choice in choices]
+    selections = tuple(_choice(side, by_kind, kinds) for by_kind in wanted)
+    found = [selection.name for selection in selections]
     if len(set(found)) != len(found):
         raise FairprunerError(
-            f"The {role} signals are {found}, expected each name once; rename one with name=."
+            f"The {side} signals are {found}, expected each name once; rename one with name=."
         )
-    return choices
+    return selections
 
 
-def _by_kind(role: Role, one: One) -> ByKind:
+def _by_kind(side: Side, one: One) -> ByKind:
     if isinstance(one, str):
-        one = dict(part.partition("=")[::2] for part in one.split("+")) if "=" in one else named(role, one)
+        one = dict(part.partition("=")[::2] for part in one.split("+")) if "=" in one else named(side, one)
     if isinstance(one, Signal):
         return dict.fromkeys((kind for kind in KINDS if kind in one.kinds), one)
     for kind in one:
         if kind not in KINDS:
             raise unknown("kind", kind, KINDS)
     chosen = {
-        kind: signal if isinstance(signal := one[kind], Signal) else named(role, signal)
+        kind: signal if isinstance(signal := one[kind], Signal) else named(side, signal)
         for kind in KINDS
         if kind in one
     }
     for kind, signal in chosen.items():
         if kind not in signal.kinds:
-            raise _cannot(role, signal, [kind])
+            raise _cannot(side, signal, [kind])
     return chosen
 
 
-def _choice(role: Role, by_kind: ByKind, kinds: Sequence[Kind]) -> Choice:
+def _choice(side: Side, by_kind: ByKind, kinds: Sequence[Kind]) -> Selection:
     missing = [kind for kind in kinds if kind not in by_kind]
     if missing:
         signal = next(iter(by_kind.values()))
         raise (
-            _cannot(role, signal, missing)
+            _cannot(side, signal, missing)
             if len({*by_kind.values()}) == 1 and missing[0] not in signal.kinds
-            else _forgotten(role, by_kind, missing)
+            else _forgotten(side, by_kind, missing)
         )
     chosen = {kind: by_kind[kind] for kind in kinds}
     signals = {signal.name for signal in chosen.values()}
-    return Choice(
+    return Selection(
         (
             signals.pop()
             if len(signals) == 1
@@ -120,20 +120,20 @@ def _choice(role: Role, by_kind: ByKind, kinds: Sequence[Kind]) -> Choice:
     )
 
 
-def _cannot(role: Role, signal: Signal, kinds: Sequence[Kind]) -> FairprunerError:
+def _cannot(side: Side, signal: Signal, kinds: Sequence[Kind]) -> FairprunerError:
     able = [kind for kind in KINDS if kind in signal.kinds]
-    others = {**dict.fromkeys(able, signal.name), **{kind: DEFAULTS[role][kind] for kind in kinds}}
+    others = {**dict.fromkeys(able, signal.name), **{kind: DEFAULTS[side][kind] for kind in kinds}}
     return FairprunerError(
-        f"The {role} signal {signal.name!r} cannot score spaces of kind {', '.join(kinds)}, only"
-        f" {', '.join(able)}: write {role}={others}, or leave spaces out with spaces.only(kinds={able})."
+        f"The {side} signal {signal.name!r} cannot score spaces of kind {', '.join(kinds)}, only"
+        f" {', '.join(able)}: write {side}={others}, or leave spaces out with spaces.only(kinds={able})."
     )
 
 
-def _forgotten(role: Role, by_kind: ByKind, kinds: Sequence[Kind]) -> FairprunerError:
+def _forgotten(side: Side, by_kind: ByKind, kinds: Sequence[Kind]) -> FairprunerError:
     complete = {
         **{kind: signal.name for kind, signal in by_kind.items()},
-        **{kind: DEFAULTS[role][kind] for kind in kinds},
+        **{kind: DEFAULTS[side][kind] for kind in kinds},
     }
     return FairprunerError(
-        f"The {role} signals name none for spaces of kind {', '.join(kinds)}: write {role}={complete}."
+        f"The {side} signals name none for spaces of kind {', '.join(kinds)}: write {side}={complete}."
     )

@@ -14,7 +14,7 @@ from fairpruner.models.experts import ExpertBlock
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class RouterOutput:
     """One call of a block: P pairs of a token and an expert; those of weight 0 were not chosen."""
 
     block: ExpertBlock
@@ -108,7 +108,7 @@ def gated(value: Tensor, gate: Tensor) -> Tensor:
     return output
 
 
-def loss_position_terms(calls: Sequence[Call], losses: Tensor) -> list[Tensor]:
+def loss_position_terms(calls: Sequence[RouterOutput], losses: Tensor) -> list[Tensor]:
     """For each call the sum, [E], over all tokens of their router weight times <gradient of their own
     loss, weights of the expert>.
 
@@ -132,11 +132,11 @@ def loss_position_terms(calls: Sequence[Call], losses: Tensor) -> list[Tensor]:
     return terms
 
 
-def gates_of(calls: Sequence[Call]) -> list[Tensor]:
+def gates_of(calls: Sequence[RouterOutput]) -> list[Tensor]:
     return [gate for call in calls for gate in call.gates]
 
 
-def slopes_of(calls: Sequence[Call], gradients: Sequence[Tensor | None]) -> list[Tensor]:
+def slopes_of(calls: Sequence[RouterOutput], gradients: Sequence[Tensor | None]) -> list[Tensor]:
     """For each call its pairs' parts of <gradient, weights of the expert>, [P], from the gradients of all
     gates.
     """
@@ -150,12 +150,12 @@ def slopes_of(calls: Sequence[Call], gradients: Sequence[Tensor | None]) -> list
     ]
 
 
-Visit = Callable[[Call], None]
+RouterVisitor = Callable[[RouterOutput], None]
 # block -> what its router gave for every token and expert, [tokens, E] each
-Heard = dict[str, list[Tensor]]
+RouterTensors = dict[str, list[Tensor]]
 
 
-def logits_in(heard: Heard, block: ExpertBlock, tokens: int, position: int = 0) -> Tensor | None:
+def logits_in(heard: RouterTensors, block: ExpertBlock, tokens: int, position: int = 0) -> Tensor | None:
     found = heard.get(block.name)
     return found[position] if found and len(found[position]) == tokens else None
 
