@@ -49,15 +49,16 @@ def test_shell_blocks_run(document: Path, tmp_path: Path, monkeypatch: pytest.Mo
         assert result.exit_code == 0, result.output
 
 
-def test_extras_that_the_readme_names_exist() -> None:
-    extras = re.findall(
-        r"^(\w+) = \[",
-        (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("[project.optional-dependencies]")[2],
-        re.MULTILINE,
-    )
+def test_the_readme_names_every_extra_and_all_brings_them() -> None:
+    declared = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    section = declared.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
+    extras = set(re.findall(r"^(\w+) = \[", section, re.MULTILINE)) - {"all", "docs", "dev"}
+    brought = re.search(r"^all = \[\"fairpruner\[([\w,]+)\]\"\]", section, re.MULTILINE)
     named = re.search(r"extras you need: (.*?)\.\n", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert brought is not None
     assert named is not None
-    assert set(re.findall(r"`(\w+)`", named[1])) <= set(extras)
+    assert set(brought[1].split(",")) == extras
+    assert set(re.findall(r"`(\w+)`", named[1])) == extras
 
 
 def test_the_tree_in_the_readme_exists() -> None:
