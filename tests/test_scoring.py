@@ -601,7 +601,9 @@ def test_activations_that_are_not_finite() -> None:
 def test_spaces_of_another_model() -> None:
     model, _ = build("mlp")
     _, other = build("convnet")
-    with pytest.raises(FairprunerError, match="belong to another model: their fingerprint is"):
+    with pytest.raises(
+        FairprunerError, match=r"The spaces belong to another model: found the fingerprint .* of Sequential"
+    ):
         score(model, batches("mlp", 6, 3), spaces=other)
 
 

@@ -28,6 +28,17 @@ def unknown(what: str, found: object, known: Iterable[str]) -> FairprunerError:
     return FairprunerError(f"Unknown {what} {found!r}: {hint}Known: {', '.join(names) or 'none'}.")
 
 
+def another_model(opening: str, found: str, expected: str, step: str) -> FairprunerError:
+    """The error for a plan, spaces or a table made for a model of another architecture.
+
+    >>> print(another_model("The plan belongs", "1f", "2c", "Score this model."))
+    The plan belongs to another model: found the fingerprint 1f, expected 2c. Score this model.
+    """
+    return FairprunerError(
+        f"{opening} to another model: found the fingerprint {found}, expected {expected}. {step}"
+    )
+
+
 def import_extra(module: str, extra: str, what: str) -> ModuleType:
     """A module of an optional package, or the error that names the extra which installs it.
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import nn
 
 from fairpruner.core.plan import Plan
-from fairpruner.errors import FairprunerError
-from fairpruner.models.fingerprint import fingerprint
+from fairpruner.models.fingerprint import check_same_model
 from fairpruner.models.narrowing import cut_units, mask_units
+from fairpruner.models.supported import check_supported
 
 
 def cut(model: nn.Module, plan: Plan) -> nn.Module:
@@ -31,9 +31,10 @@ def mask(model: nn.Module, plan: Plan) -> nn.Module:
 
 
 def _check(model: nn.Module, plan: Plan) -> None:
-    found = fingerprint(model)
-    if found != plan.spaces.fingerprint:
-        raise FairprunerError(
-            f"The plan belongs to another model: {type(model).__name__} has the fingerprint {found}, the plan"
-            f" expects {plan.spaces.fingerprint}. Score and allocate this model, or give the original one."
-        )
+    check_supported(model)
+    check_same_model(
+        model,
+        plan.spaces.fingerprint,
+        "The plan belongs",
+        step="Score and allocate this model, or give the original one.",
+    )

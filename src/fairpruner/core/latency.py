@@ -21,7 +21,7 @@ import numpy as np
 from fairpruner.core.arrays import Floats, Ints
 from fairpruner.core.sealed import Json, read_json, understanding, write_json
 from fairpruner.core.spaces import Factor, Spaces
-from fairpruner.errors import FairprunerError
+from fairpruner.errors import FairprunerError, another_model
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,9 @@ def padded_to(multiple: int, lengths: Ints) -> Ints:
 def check_table(table: LatencyTable, spaces: Spaces) -> None:
     """Refuse a table of another model."""
     if table.fingerprint != spaces.fingerprint:
-        raise FairprunerError(
-            f"The latency table belongs to another model: it has the fingerprint {table.fingerprint},"
-            f" expected {spaces.fingerprint}. Measure the model that was scored."
+        raise another_model(
+            "The latency table belongs",
+            table.fingerprint,
+            spaces.fingerprint,
+            "Measure the model that was scored.",
         )

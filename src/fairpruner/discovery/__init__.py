@@ -14,9 +14,9 @@ from fairpruner.discovery.routed import aligned, expert_space
 from fairpruner.discovery.trace import trace
 from fairpruner.discovery.verify import verify
 from fairpruner.errors import FairprunerError
-from fairpruner.models.calling import check_has_numbers
 from fairpruner.models.experts import expert_blocks, plain_experts, unsupported_experts
 from fairpruner.models.fingerprint import fingerprint
+from fairpruner.models.supported import check_has_numbers
 
 
 def discover(

@@ -23,6 +23,7 @@ from fairpruner.inputs.hugging_face import is_model, is_source, pretrained
 from fairpruner.inputs.sources import factory_of
 from fairpruner.models.counting import count_params
 from fairpruner.models.narrowing import kept_indices
+from fairpruner.models.supported import check_supported
 from fairpruner.surgery import cut
 
 README = "README.md"
@@ -56,6 +57,7 @@ def save(
     >>> torch.equal(again[0].weight, small[0].weight)
     True
     """
+    check_supported(small)
     _check_is_cut(small, plan)
     state = _state(small)
     with new_folder(folder) as temporary:

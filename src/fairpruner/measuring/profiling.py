@@ -26,7 +26,7 @@ from fairpruner.errors import FairprunerError
 from fairpruner.measuring.runtimes import check_runtime, prepared
 from fairpruner.measuring.timing import batched, device_of, finish, machine, settle_memory, threads_of, timed
 from fairpruner.models.calling import call, call_checked, evaluating
-from fairpruner.models.fingerprint import fingerprint
+from fairpruner.models.fingerprint import check_same_model
 from fairpruner.models.narrowing import cut_units
 
 SHARES = (1.0, 0.9, 0.75, 0.6, 0.45, 0.3)  # of every space's units
@@ -107,11 +107,9 @@ def latency_table(
 
 def _check(model: nn.Module, spaces: Spaces, batch_size: int, runtime: str, repeats: int) -> None:
     check_runtime(runtime)
-    if fingerprint(model) != spaces.fingerprint:
-        raise FairprunerError(
-            f"The spaces belong to another model than this {type(model).__name__}: discover this one, or give"
-            " the original."
-        )
+    check_same_model(
+        model, spaces.fingerprint, "The spaces belong", step="Discover this model, or give the original one."
+    )
     for name, value in {"batch_size": batch_size, "repeats": repeats}.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise FairprunerError(f"{name} is {value!r}, expected a whole number of at least 1.")

@@ -35,15 +35,6 @@ def call_checked(model: nn.Module, example: Any) -> Any:
         ) from error
 
 
-def check_has_numbers(model: nn.Module) -> None:
-    """Refuse a model whose tensors are shapes alone."""
-    name = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
-    if name is not None:
-        raise FairprunerError(
-            f"{type(model).__name__} holds no numbers: {name} is on the meta device. Load its weights first."
-        )
-
-
 def describe(value: Any) -> str:
     """Types, dtypes and shapes of an example, in one line."""
     if isinstance(value, torch.Tensor):

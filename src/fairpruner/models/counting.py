@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fairpruner.models.calling import call, evaluating
 from fairpruner.models.experts import plain_experts
+from fairpruner.models.supported import check_supported
 
 
 def count_params(model: nn.Module) -> int:
@@ -22,6 +23,7 @@ def count_params(model: nn.Module) -> int:
     >>> count_params(nn.Linear(3, 2))
     8
     """
+    check_supported(model)
     return sum(p.numel() for p in model.parameters())
 
 
@@ -31,6 +33,7 @@ def count_flops(model: nn.Module, example: Any) -> int:
     >>> count_flops(nn.Linear(3, 2), torch.zeros(1, 3))
     6
     """
+    check_supported(model)
     with plain_experts(model), evaluating(model), torch.no_grad(), FlopCounterMode(display=False) as counter:
         call(model, example)
     return int(counter.get_total_flops()) // 2

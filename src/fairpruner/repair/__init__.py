@@ -17,7 +17,8 @@ from fairpruner.core.plan import Plan
 from fairpruner.errors import FairprunerError, unknown
 from fairpruner.inputs.batches import Batch, Loss, forward, mean_loss, read_batches
 from fairpruner.models.calling import evaluating
-from fairpruner.models.fingerprint import fingerprint
+from fairpruner.models.fingerprint import check_same_model
+from fairpruner.models.supported import check_supported
 from fairpruner.repair.arrivals import Sweep
 from fairpruner.repair.batchnorm import reestimate
 from fairpruner.repair.experts import refit_experts
@@ -126,12 +127,11 @@ def _loss(model: nn.Module, data: Iterable[Any], device: torch.device, loss: Los
 
 
 def _check(small: nn.Module, model: nn.Module, plan: Plan) -> None:
-    if fingerprint(model) != plan.spaces.fingerprint:
-        raise FairprunerError(
-            f"The plan belongs to another model: {type(model).__name__} has the fingerprint"
-            f" {fingerprint(model)}, the plan expects {plan.spaces.fingerprint}. Give the model that was"
-            " scored."
-        )
+    check_supported(small)
+    check_supported(model)
+    check_same_model(
+        model, plan.spaces.fingerprint, "The plan belongs", step="Give the model that was scored."
+    )
     kept, found = kept_by_place(plan), tensors_by_name(small)
     lists = tuple(
         f"{name}."

@@ -22,9 +22,10 @@ from fairpruner.discovery import discover
 from fairpruner.errors import FairprunerError, FairprunerWarning
 from fairpruner.inputs.batches import Batch, Loss, forward, in_halves, read_batches
 from fairpruner.inputs.tokens import real_tokens
-from fairpruner.models.calling import check_has_numbers, evaluating
-from fairpruner.models.fingerprint import fingerprint
+from fairpruner.models.calling import evaluating
+from fairpruner.models.fingerprint import check_same_model
 from fairpruner.models.observing import LastInput, NotObservable
+from fairpruner.models.supported import check_has_numbers
 from fairpruner.scoring.calibration import Calibration, learning
 from fairpruner.scoring.processes import Processes
 from fairpruner.scoring.samples import RunningSignal
@@ -213,11 +214,7 @@ def _spaces(model: nn.Module, spaces: Spaces | None, first: Batch) -> Spaces:
     """
     if spaces is None:
         spaces = discover(model, first.rows(0, 1).inputs)
-    if spaces.fingerprint != fingerprint(model):
-        raise FairprunerError(
-            f"The spaces belong to another model: their fingerprint is {spaces.fingerprint}, this"
-            f" {type(model).__name__} has {fingerprint(model)}. Discover them again."
-        )
+    check_same_model(model, spaces.fingerprint, "The spaces belong", step="Discover them again.")
     if not len(spaces):
         raise FairprunerError(
             f"There is nothing to score in {type(model).__name__}: no spaces were given, and"

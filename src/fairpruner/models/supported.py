@@ -1,0 +1,75 @@
+"""Which models fairpruner can change: plain modules of Python code that hold their own weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from fairpruner.errors import FairprunerError
+
+# Packages of torch whose modules hold packed integer weights, which no name of a parameter leads to.
+QUANTIZED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.nn.quantized")
+
+
+def check_supported(model: Any) -> None:
+    """Refuse, with the next step, what cannot be cut, counted, saved and loaded again as plain modules.
+
+    >>> check_supported(nn.Linear(3, 2))
+    """
+    if isinstance(model, torch.export.ExportedProgram):
+        raise FairprunerError(_fixed("", model, "an exported graph"))
+    if not isinstance(model, nn.Module):
+        raise FairprunerError(f"The model is of type {type(model).__name__}, expected a torch.nn.Module.")
+    for path, module in model.named_modules():
+        reason = _reason(path, module)
+        if reason:
+            raise FairprunerError(reason)
+
+
+def check_has_numbers(model: nn.Module) -> None:
+    """`check_supported`, and refuse a model whose tensors are shapes alone."""
+    check_supported(model)
+    name = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
+    if name is not None:
+        raise FairprunerError(
+            f"{type(model).__name__} holds no numbers: {name} is on the meta device. Load its weights first."
+        )
+
+
+def _reason(path: str, module: nn.Module) -> str:
+    """Why one module makes its model unsupported, or nothing."""
+    if isinstance(module, torch.jit.ScriptModule):
+        # A scripted function without tensors, as an activation, has nothing that a cut would miss.
+        holds = any(True for _ in (*module.parameters(), *module.buffers()))
+        return _fixed(path, module, "TorchScript") if holds else ""
+    if any(base.__module__.startswith("torch.export") for base in type(module).__mro__):
+        return _fixed(path, module, "an exported graph")
+    if type(module).__module__.startswith(QUANTIZED):
+        return (
+            f"{_at(path, module)} is quantized: its packed weights can be neither cut nor saved by name."
+            " Prune the model before it is quantized, then quantize the smaller one."
+        )
+    tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    lazy = next((name for name, tensor in tensors if is_lazy(tensor)), None)
+    if lazy is not None:
+        return (
+            f"{_at(path, module)} is lazy: its {lazy} has no shape before the first call. Call the model once"
+            " on an example, then try again."
+        )
+    return ""
+
+
+def _fixed(path: str, module: Any, form: str) -> str:
+    return (
+        f"{_at(path, module)} is {form}, whose sizes are fixed: no unit can be removed from it. Give the"
+        " Python module it was made from, and script or export the smaller model."
+    )
+
+
+def _at(path: str, module: Any) -> str:
+    return (
+        f"The model's {path!r} ({type(module).__name__})" if path else f"The model ({type(module).__name__})"
+    )

@@ -1,0 +1,113 @@
+"""Models that cannot be cut, counted or saved are refused with the next step, never treated half."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fairpruner as fp
+
+EXAMPLE = torch.ones(2, 4)
+
+
+def plain() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def traced() -> Any:
+    return torch.jit.trace(plain(), EXAMPLE)
+
+
+def scripted() -> Any:
+    return torch.jit.script(plain())
+
+
+def partly_scripted() -> nn.Module:
+    return nn.Sequential(scripted(), nn.Linear(2, 2))
+
+
+def exported() -> Any:
+    return torch.export.export(plain(), (EXAMPLE,))
+
+
+def quantized() -> nn.Module:
+    return torch.ao.quantization.quantize_dynamic(plain(), {nn.Linear})
+
+
+def lazy() -> nn.Module:
+    return nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.Linear(8, 2))
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "traced": (traced, r"The model \(TopLevelTracedModule\) is TorchScript, .* Give the Python module"),
+    "scripted": (scripted, r"The model \(RecursiveScriptModule\) is TorchScript"),
+    "partly scripted": (partly_scripted, r"The model's '0' \(RecursiveScriptModule\) is TorchScript"),
+    "exported": (exported, r"The model \(ExportedProgram\) is an exported graph"),
+    "exported module": (lambda: exported().module(), r"is an exported graph"),
+    "quantized": (quantized, r"The model's '0' \(Linear\) is quantized: .* Prune the model before"),
+    "lazy": (lazy, r"The model's '0' \(LazyLinear\) is lazy: its weight has no shape"),
+    "no module": (lambda: plain().forward, r"The model is of type method, expected a torch.nn.Module"),
+}
+
+
+@pytest.fixture(params=REFUSED)
+def refused(request: pytest.FixtureRequest) -> tuple[Any, str]:
+    build, sentence = REFUSED[request.param]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit and eager quantization are on their way out
+        return build(), sentence
+
+
+def test_no_stage_takes_a_model_that_it_would_treat_half(refused: tuple[Any, str], tmp_path: Path) -> None:
+    model, sentence = refused
+    plan = fp.Plan.removing(fp.discover(plain(), EXAMPLE), {"0": (1, 5)})
+    data = [(EXAMPLE, torch.tensor([0, 1]))]
+    stages: list[Callable[[], Any]] = [
+        lambda: fp.discover(model, EXAMPLE),
+        lambda: fp.score(model, data),
+        lambda: fp.cut(model, plan),
+        lambda: fp.mask(model, plan),
+        lambda: fp.count_params(model),
+        lambda: fp.count_flops(model, EXAMPLE),
+        lambda: fp.save(model, plan, tmp_path / "folder"),
+        lambda: fp.repair(model, plain(), plan, data),
+        lambda: fp.repair(plain(), model, plan, data),
+    ]
+    for stage in stages:
+        with pytest.raises(fp.FairprunerError, match=sentence):
+            stage()
+
+
+def test_load_refuses_an_architecture_that_it_could_not_fill(
+    refused: tuple[Any, str], tmp_path: Path
+) -> None:
+    model, _ = refused
+    original = plain()
+    plan = fp.Plan.removing(fp.discover(original, EXAMPLE), {"0": (1, 5)})
+    fp.save(fp.cut(original, plan), plan, tmp_path / "folder")
+    with pytest.raises(fp.FairprunerError, match=r"expected|fixed|quantized|lazy"):
+        fp.load(tmp_path / "folder", build=lambda: model)
+
+
+def test_a_lazy_model_is_not_given_its_shapes_behind_the_users_back() -> None:
+    model = lazy()
+    with pytest.raises(fp.FairprunerError, match="Call the model once on an example, then try again"):
+        fp.discover(model, EXAMPLE)
+    assert isinstance(model[0], nn.LazyLinear)
+    model(EXAMPLE)
+    assert fp.discover(model, EXAMPLE).names == ("0",)
+
+
+def test_a_scripted_activation_without_tensors_is_no_obstacle() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        activation = torch.jit.script(nn.ReLU())
+    model = nn.Sequential(nn.Linear(4, 8), activation, nn.Linear(8, 2))
+    plan = fp.Plan.removing(fp.discover(model, EXAMPLE), {"0": (1, 5)})
+    assert torch.allclose(fp.cut(model, plan)(EXAMPLE), fp.mask(model, plan)(EXAMPLE))
