@@ -32,7 +32,10 @@ def test_bad_budgets_are_refused(amount: object) -> None:
             {"alpha": 0.1, "keep": Budget("units", 0.5)},
             "either a tolerance or a budget, .* found alpha=0.1, keep=Budget",
         ),
-        ({"alpha": 0.1, "exact": True}, "exact=True a budget, found alpha=0.1, keep=None and exact=True"),
+        (
+            {"alpha": 0.1, "exact": True},
+            "exact=True needs a budget; found alpha=0.1, keep=None",
+        ),
         ({"keep": 0.5}, r"keep is 0.5, expected a budget: for example keep=Budget\('flops', 0.5\)"),
         ({"alpha": 0.1, "rule": "uniform"}, "found rule='uniform': give keep=Budget"),
         ({"alpha": 0.1, "rule": "uniformly"}, "Unknown rule 'uniformly': did you mean 'uniform'\\?"),

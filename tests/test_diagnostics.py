@@ -13,11 +13,12 @@ from rich.console import Console
 from scipy.stats import spearmanr
 
 from fairpruner.allocation import allocate, shuffled
-from fairpruner.allocation.diagnostics import depth_limit, diagnose, mass_bound
+from fairpruner.allocation.bounds import depth_limit, mass_bound
+from fairpruner.allocation.diagnostics import diagnose
 from fairpruner.core.budget import Budget
+from fairpruner.core.correlation import spearman
 from fairpruner.core.plan import Plan
 from fairpruner.core.scores import Scores
-from fairpruner.core.tod import spearman
 from fairpruner.errors import FairprunerError
 
 TOLERANCES = [

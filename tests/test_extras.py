@@ -1,4 +1,4 @@
-"""Pruning from Python needs torch, numpy and safetensors; what needs more says which extra brings it."""
+"""Pruning from Python needs torch, numpy, scipy and safetensors; all else names its extra when missing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OPTIONAL = (
         "sklearn",
         "matplotlib",
     ),
-    *("lm_eval", "codecarbon", "onnxruntime", "onnxscript", "openvino", "scipy"),
+    *("lm_eval", "codecarbon", "onnxruntime", "onnxscript", "openvino"),
 )
 MISSING = f"""
 import sys

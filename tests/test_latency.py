@@ -25,7 +25,7 @@ from fairpruner.cli import app
 from fairpruner.core.costs import Lengths
 from fairpruner.core.latency import LatencyTable, TimedOp
 from fairpruner.core.scores import Scores
-from fairpruner.core.spaces import Spaces, Term
+from fairpruner.core.spaces import Factor, Spaces, Term
 from fairpruner.demo import build
 from fairpruner.measuring import profiling
 
@@ -131,9 +131,10 @@ def test_a_budget_takes_the_first_plan_within_it_or_the_one_before(
 
 def every_plan(scores: Scores) -> list[fp.Plan]:
     """All plans of the rule, from the one that removes nothing on."""
-    dial = Allocator(scores, "tod", 1, 1)._dial
+    profiles = Allocator(scores, "tod", 1, 1).profiles
     orders = {name: np.argsort(values, kind="stable") for name, values in scores.removal.items()}
-    depths = (dict(zip(scores.spaces.names, dial.depths(step), strict=True)) for step in range(dial.last + 1))
+    steps = map(profiles.depths, range(profiles.last + 1))
+    depths = (dict(zip(scores.spaces.names, step, strict=True)) for step in steps)
     return [
         fp.Plan.removing(scores.spaces, {name: order[: depth[name]] for name, order in orders.items()})
         for depth in depths
@@ -286,7 +287,7 @@ def test_a_clear_multiple_is_found_and_an_unclear_one_is_not_believed() -> None:
     lengths[:, ::2] -= lengths[:, ::2] % 16
     terms = [Term(1, (0, 1)), Term(1, (1, 2))]
     truth = LatencyTable(
-        tuple(fp.types.Factor(256, {}) for _ in range(3)),
+        tuple(Factor(256, {}) for _ in range(3)),
         tuple(TimedOp(t.factors, 0.1, 5.0, 1.0, (0.3, 0.0)) for t in terms),
         10.0,
         16,

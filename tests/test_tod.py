@@ -137,12 +137,16 @@ def test_a_curve_with_less_conflict_everywhere_removes_a_larger_share() -> None:
 @pytest.mark.parametrize(
     ("removal", "protection", "says"),
     [
-        ([1.0, 2.0], [1.0], "Removal scores 2 units and protection 1"),
+        ([1.0, 2.0], [1.0], "There are 2 removal scores and 1 protection scores"),
         ([], [], r"shape \[0\]"),
         ([[1.0]], [[1.0]], r"shape \[1, 1\]"),
         (3.0, 3.0, r"shape \[\]"),
-        ([1.0, float("nan")], [1.0, 2.0], "Removal scores hold 1 of 2 values"),
-        ([1.0, 2.0], [float("inf"), -float("inf")], "Protection scores hold 2 of 2 values"),
+        ([1.0, float("nan")], [1.0, 2.0], "Removal scores have 1 NaN or infinite values among 2"),
+        (
+            [1.0, 2.0],
+            [float("inf"), -float("inf")],
+            "Protection scores have 2 NaN or infinite values among 2",
+        ),
         (["a"], [1.0], "must be numbers"),
         ([[1.0], [1.0, 2.0]], [1.0], "must be numbers"),
     ],

@@ -1,23 +1,26 @@
-"""The one exception a user of this package has to know."""
+"""The exception and the warning of this package, and checks that every stage shares."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
 from importlib import import_module
+from numbers import Integral
 from types import ModuleType
 
 
 class FairprunerError(Exception):
-    """A mistake the caller can mend: says what was found, what was expected and what to do next."""
+    """A mistake that the caller can correct: the message states what was found, what was expected and the
+    next step.
+    """
 
 
 class FairprunerWarning(UserWarning):
-    """Something that works but may not be what the caller wants, with what to do about it."""
+    """The call works but may not give what the caller wants; the message states the next step."""
 
 
 def unknown(what: str, found: object, known: Iterable[str]) -> FairprunerError:
-    """The error for a name that is not one of `known`, with the closest one.
+    """The error for a name that is not one of `known`; it suggests the closest known name.
 
     >>> print(unknown("metric", "flop", ["params", "flops"]))
     Unknown metric 'flop': did you mean 'flops'? Known: flops, params.
@@ -39,8 +42,29 @@ def another_model(opening: str, found: str, expected: str, step: str) -> Fairpru
     )
 
 
+def is_whole(value: object, at_least: int) -> bool:
+    """Whether a value is an integer, of Python or numpy, that is not below `at_least`; a bool is none.
+
+    >>> is_whole(3, at_least=1), is_whole(True, at_least=1), is_whole(2.0, at_least=1)
+    (True, False, False)
+    """
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= at_least
+
+
+def check_whole(name: str, value: object, at_least: int = 1) -> None:
+    """Raise unless an argument is a whole number that is not below `at_least`.
+
+    >>> check_whole("epochs", 0)
+    Traceback (most recent call last):
+    ...
+    fairpruner.errors.FairprunerError: epochs is 0, expected a whole number of at least 1.
+    """
+    if not is_whole(value, at_least):
+        raise FairprunerError(f"{name} is {value!r}, expected a whole number of at least {at_least}.")
+
+
 def import_extra(module: str, extra: str, what: str) -> ModuleType:
-    """A module of an optional package, or the error that names the extra which installs it.
+    """Import a module of an optional package; the error names the extra that installs it.
 
     >>> import_extra("no_such_package.part", "train", "Recovery")  # doctest: +ELLIPSIS
     Traceback (most recent call last):

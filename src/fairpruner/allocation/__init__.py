@@ -17,13 +17,12 @@ from fairpruner.core.plan import Plan
 from fairpruner.core.scores import Scores
 from fairpruner.core.spaces import KINDS, Kind
 from fairpruner.core.tod import removal_order
-from fairpruner.errors import FairprunerError
+from fairpruner.errors import FairprunerError, check_whole
 
 __all__ = ["RULES", "allocate", "shuffled", "sweep"]
 
-COUNTED: dict[Metric, tuple[Kind, ...]] = {
-    "experts": ("expert",)
-}  # metrics that count units of some kinds: a budget of one leaves other spaces whole
+# A budget of one of these metrics only removes units of these kinds.
+KINDS_OF_METRIC: dict[Metric, tuple[Kind, ...]] = {"experts": ("expert",)}
 
 
 def allocate(
@@ -40,11 +39,12 @@ def allocate(
     """The plan for a tolerance (the paper's algorithm FAIR-Pruner) or for a budget (its target-budget
     selection of the ToD level).
 
-    `min_keep` is a count, or a share in (0, 1), of every space, or a mapping from kinds to those; the
-    channels or hidden units kept of a space that loses any are a multiple of `multiple_of`. `exact=True`
-    then moves single spaces to hit the budget itself. A budget of `experts` leaves all other units alone.
-    `latency` is a table of `latency_table`: plans then tell their milliseconds, a budget may be one of
-    `latency` or `latency_ms`, and `multiple_of="auto"` takes the table's.
+    `min_keep` is the least that every space keeps: a count, a share in (0, 1), or a mapping from kinds to
+    counts or shares. `multiple_of` applies to channels and hidden units: a space that loses some of them
+    keeps a multiple of this number. `exact=True` moves single spaces further to hit the budget exactly. A
+    budget of `experts` removes only experts. `latency` is a table made by `latency_table`. With it, plans
+    also predict milliseconds, budgets of `latency` and `latency_ms` are possible, and `multiple_of="auto"`
+    takes the multiple from the table.
 
     >>> from fairpruner.core.spaces import CostModel, Spaces, UnitSpace
     >>> spaces = Spaces((UnitSpace("conv", "channel", 4, slices=()),), {}, CostModel((), (), ()), "")
@@ -61,14 +61,14 @@ def allocate(
                 f"keep is {keep!r}, expected a budget: for example keep=Budget('flops', 0.5)."
             )
         return Allocator(
-            scores, rule, multiple_of, min_keep, latency, COUNTED.get(keep.metric, KINDS)
+            scores, rule, multiple_of, min_keep, latency, KINDS_OF_METRIC.get(keep.metric, KINDS)
         ).for_budget(keep, exact)
     if alpha is not None and keep is None and not exact:
         return Allocator(scores, rule, multiple_of, min_keep, latency).for_tolerance(alpha)
-    found = f"found alpha={alpha}, keep={keep} and exact={exact}"
     raise FairprunerError(
-        f"A plan needs either a tolerance or a budget, and exact=True a budget, {found}: for example"
-        " alpha=0.1 or keep=Budget('flops', 0.5)."
+        "A plan needs either a tolerance or a budget, and exact=True needs a budget; found"
+        f" alpha={alpha}, keep={keep} and exact={exact}. Give for example alpha=0.1 or"
+        " keep=Budget('flops', 0.5)."
     )
 
 
@@ -83,7 +83,7 @@ def sweep(
     min_keep: MinKeep = 1,
     latency: LatencyTable | None = None,
 ) -> list[Plan]:
-    """One plan per kept amount of a metric, as `allocate` gives them, from tables that are built once.
+    """One plan for each amount to keep of a metric, the same as from `allocate`, but faster for many.
 
     >>> from fairpruner.core.spaces import CostModel, Spaces, UnitSpace
     >>> spaces = Spaces((UnitSpace("conv", "channel", 4, slices=()),), {}, CostModel((), (), ()), "")
@@ -92,12 +92,12 @@ def sweep(
     >>> [plan.depths for plan in sweep(scores, "units", [1.0, 0.75, 2])]
     [{'conv': 0}, {'conv': 1}, {'conv': 2}]
     """
-    allocator = Allocator(scores, rule, multiple_of, min_keep, latency, COUNTED.get(metric, KINDS))
+    allocator = Allocator(scores, rule, multiple_of, min_keep, latency, KINDS_OF_METRIC.get(metric, KINDS))
     return [allocator.for_budget(Budget(metric, amount), exact) for amount in amounts]
 
 
 def shuffled(plan: Plan, seed: int) -> Plan:
-    """The plan's depths with units drawn at random: the paper's ablation of the removal ranking.
+    """A plan with the same depths and randomly drawn units: the paper's ablation of the removal ranking.
 
     >>> from fairpruner.core.spaces import CostModel, Spaces, UnitSpace
     >>> spaces = Spaces((UnitSpace("conv", "channel", 4, slices=()),), {}, CostModel((), (), ()), "")
@@ -105,8 +105,7 @@ def shuffled(plan: Plan, seed: int) -> Plan:
     >>> shuffled(plan, seed=0).depths, shuffled(plan, seed=0).rule
     ({'conv': 2}, 'tod+random')
     """
-    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0:
-        raise FairprunerError(f"The seed is {seed!r}, expected a whole number of at least 0.")
+    check_whole("seed", seed, at_least=0)
     rng = np.random.default_rng(seed)
     removed = {
         space.name: tuple(

@@ -1,4 +1,4 @@
-"""A rule at work: the dial through all of its plans, and the position of a tolerance or a budget on it."""
+"""The allocator: one rule applied to one set of scores, for any number of tolerances and budgets."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from fairpruner.allocation.constraints import (
     check_constraints,
     multiple_from,
 )
-from fairpruner.allocation.dial import Dial, Falling, Listed, Way
-from fairpruner.allocation.rules import RULES, Ranked
+from fairpruner.allocation.profiles import ProfilesBetween, RuleProfiles
+from fairpruner.allocation.rules import RULES, RankedSpace
+from fairpruner.allocation.searching import BisectionSearch, LinearSearch
 from fairpruner.core.arrays import Ints
 from fairpruner.core.budget import Budget, Metric
 from fairpruner.core.costs import CostTable
@@ -37,7 +38,7 @@ MISSING: dict[Metric, str] = {
 
 
 class Allocator:
-    """What every plan of one rule shares: orders, curves, the dial and the costs."""
+    """What all plans of one rule share: removal orders, ToD, the rule's profiles, and the costs."""
 
     def __init__(
         self,
@@ -52,22 +53,18 @@ class Allocator:
             raise unknown("rule", rule, RULES)
         if not len(scores.spaces):
             raise FairprunerError(
-                "The scores hold no space, so there is nothing to remove: see spaces.left_out for the"
-                " reasons."
+                "The scores hold no space, so nothing can be removed: spaces.left_out has the reasons."
             )
         if latency is not None:
             check_table(latency, scores.spaces)
         multiple_of = multiple_from(multiple_of, latency)
         check_constraints(multiple_of, min_keep)
-        self._spaces, self._rule, self._levers = (
-            scores.spaces,
-            rule,
-            {"min_keep": min_keep, "multiple_of": multiple_of},
-        )
+        self._spaces, self._rule = scores.spaces, rule
+        self._constraints = {"min_keep": min_keep, "multiple_of": multiple_of}
         orders = [removal_order(scores.removal[space.name], space.groups) for space in scores.spaces]
         self._units = [tuple(order.tolist()) for order in orders]
         self._ranked = [
-            Ranked(
+            RankedSpace(
                 removal=scores.removal[space.name][order],
                 tod=conflict_curve(
                     scores.removal[space.name], scores.protection[space.name], space.groups
@@ -80,66 +77,61 @@ class Allocator:
             )
             for space, order in zip(scores.spaces, orders, strict=True)
         ]
-        self._dial = Dial(RULES[rule](self._ranked))
+        self.profiles = RuleProfiles(RULES[rule](self._ranked))
         self._costs = CostTable(scores.spaces, orders, latency)
         self._original = self._totals(np.zeros(len(orders), dtype=np.int64))
 
     def for_tolerance(self, alpha: float) -> Plan:
-        """Every space at its largest feasible depth."""
+        """The plan in which every space has its largest depth with ToD <= alpha."""
         tolerance = check_alpha(alpha)
         if self._rule != "tod":
             raise FairprunerError(
                 f"Alpha is a tolerance of the rule 'tod', found rule={self._rule!r}: give keep=Budget(...) in"
                 " place of alpha."
             )
-        return self._plan(self._dial.depths(self._dial.step_at(tolerance)), tolerance, exact=False)
+        return self._plan(self.profiles.depths(self.profiles.step_at(tolerance)), tolerance, exact=False)
 
     def for_budget(self, budget: Budget, exact: bool) -> Plan:
-        """The step of the dial nearest to the budget; with `exact`, the nearest point on the way between
-        two steps.
+        """The plan of the rule's profile nearest to the budget.
+
+        With `exact`, also the profiles between two neighbouring steps of the rule are candidates.
         """
-        metric = budget.counted_in
-        if metric not in self._original:
-            raise FairprunerError(
-                f"Budget {budget.metric} keep={budget.amount} cannot be met: {MISSING[metric]}"
-            )
-        original = self._original[metric]
-        target = budget.target(original)
-        if isinstance(
-            original,
-            int,
-            # a share times a count carries float noise (0.29 * 50 < 14.5): round to the digits that a
-            # share
-            # can carry
-        ):
-            target = round(target, max(0, 14 - len(str(original))))
-        steps = self._kept(metric, self._dial.depths, self._dial.last)
+        metric, target = budget.counted_in, self._target(budget)
+        steps = self._search(metric, self.profiles.depths, self.profiles.last)
         below = steps.first_within(target)
-        if below > self._dial.last:
+        if below > self.profiles.last:
             raise self._out_of_reach(budget, steps.least)
         if not exact or below == 0:
             step = steps.nearest(target)
-            return self._plan(self._dial.depths(step), self._tolerance(step), exact)
-        path = Way(self._ranked, self._dial.depths(below - 1), self._dial.depths(below))
-        moves = self._kept(metric, path.depths, path.last).nearest(target)
-        return self._plan(
-            path.depths(moves), self._tolerance(below if moves == path.last else below - 1), exact
-        )
+            return self._plan(self.profiles.depths(step), self._tolerance(step), exact)
+        between = ProfilesBetween(self._ranked, self.profiles.depths(below - 1), self.profiles.depths(below))
+        moves = self._search(metric, between.depths, between.last).nearest(target)
+        step = below if moves == between.last else below - 1
+        return self._plan(between.depths(moves), self._tolerance(step), exact)
 
-    def _kept(self, metric: Metric, depths: Callable[[int], Ints], last: int) -> Falling:
-        """What plans in a row keep of a metric; latency may rise where widths become uneven, so that all
-        have to be looked at.
-        """
-        if metric == "latency_ms":
-            return Listed(
-                self._costs.milliseconds(
-                    np.stack([depths(position) for position in range(last + 1)], axis=1)
-                ).tolist()
+    def _target(self, budget: Budget) -> float:
+        """The amount to keep of the budget's metric."""
+        if budget.counted_in not in self._original:
+            raise FairprunerError(
+                f"Budget {budget.metric} keep={budget.amount} cannot be met: {MISSING[budget.counted_in]}"
             )
-        return Falling(lambda position: self._costs.totals(metric, depths(position)), last)
+        original = self._original[budget.counted_in]
+        target = budget.target(original)
+        if isinstance(original, int):
+            # A share times a count has float noise: 0.29 * 50 is slightly below 14.5. A float64 has 15
+            # significant digits, so what is beyond them is noise.
+            target = round(target, max(0, 14 - len(str(original))))
+        return target
+
+    def _search(self, metric: Metric, depths: Callable[[int], Ints], last: int) -> BisectionSearch:
+        """A search over what the profiles at positions 0..last keep of a metric."""
+        if metric == "latency_ms":
+            profiles = np.stack([depths(position) for position in range(last + 1)], axis=1)  # [S, last + 1]
+            return LinearSearch(self._costs.milliseconds(profiles).tolist())
+        return BisectionSearch(lambda position: self._costs.totals(metric, depths(position)), last)
 
     def _tolerance(self, step: int) -> float | None:
-        return max(0.0, float(self._dial.levels[step])) if self._rule == "tod" else None
+        return max(0.0, float(self.profiles.thresholds[step])) if self._rule == "tod" else None
 
     def _totals(self, depths: Ints) -> dict[str, float]:
         return {metric: self._costs.totals(metric, depths) for metric in self._costs.metrics}
@@ -160,21 +152,17 @@ class Allocator:
         )
 
     def _out_of_reach(self, budget: Budget, smallest: float) -> FairprunerError:
-        depths = self._dial.depths(self._dial.last)
+        """The error that names the smallest budget in reach, what limits it, and what would help."""
+        depths = self.profiles.depths(self.profiles.last)
         amount = smallest / self._original[budget.counted_in] if budget.is_share else smallest
-        nearest = (
-            str(amount) if isinstance(amount, int) else f"{math.ceil(1000 * amount) / 1000:g}"
-        )  # rounded up, so that it is itself within reach
+        # Rounded up, so that the amount named is itself in reach.
+        nearest = str(amount) if isinstance(amount, int) else f"{math.ceil(1000 * amount) / 1000:g}"
         if all(depth == space.candidates[-1] for depth, space in zip(depths, self._ranked, strict=True)):
-            limit, advice = (
-                "every space at its minimum",
-                [f"lower {name}" for name, value in self._levers.items() if value != 1],
-            )
+            limit = "every space at its minimum"
+            advice = [f"lower {name}" for name, value in self._constraints.items() if value != 1]
         else:
-            limit, advice = (
-                f"at tolerance {self._tolerance(self._dial.last):.3g}, the largest below 1",
-                ["use rule='uniform'"],
-            )
+            limit = f"at tolerance {self._tolerance(self.profiles.last):.3g}, the largest below 1"
+            advice = ["use rule='uniform'"]
         found = (
             f"Budget {budget.metric} keep={budget.amount} is out of reach: the smallest plan keeps {nearest}"
             f" ({limit})."

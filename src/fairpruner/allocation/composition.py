@@ -1,6 +1,4 @@
-"""Plans one after another: what a plan leaves of its spaces, and two plans as one in terms of the
-original's units.
-"""
+"""Plans applied one after the other: the spaces that a plan leaves, and two plans composed into one."""
 
 from __future__ import annotations
 
@@ -19,14 +17,14 @@ from fairpruner.core.spaces import Factor, Spaces, UnitSpace
 from fairpruner.errors import FairprunerError
 from fairpruner.models.fingerprint import fingerprint
 
-Place = tuple[str, int | str]  # a tensor's dimension, or a module's attribute
+Axis = tuple[str, int | str]  # (tensor, dimension), or (module, attribute that holds a width)
 
 
 def compose(first: Plan, second: Plan) -> Plan:
-    """One plan for the original model that removes what `first` removes from it, and `second` from what
-    that leaves.
+    """One plan for the original model that has the effect of `first` and then `second`.
 
-    Its rule is "iterative": each part kept to its own tolerance, the whole claims none.
+    `second` is a plan for the model that `first` leaves; the result names the original's units. Its rule is
+    "iterative" and it has no tolerance, because each of the two plans had its own.
 
     >>> import fairpruner as fp, torch
     >>> net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
@@ -39,18 +37,18 @@ def compose(first: Plan, second: Plan) -> Plan:
     for space in second.spaces:
         if space.name not in left:
             raise FairprunerError(
-                f"The second plan removes from space {space.name!r}, which the first plan does not know: make"
-                " it for the first one's cut model."
+                f"The second plan has the space {space.name!r}, which the first plan does not have: make the"
+                " second plan for the model that the first one cut."
             )
         if space.size != left[space.name].size:
             raise FairprunerError(
-                f"Space {space.name!r} has {space.size} units in the second plan, and the first leaves"
-                f" {left[space.name].size}: make the second for the first one's cut model."
+                f"Space {space.name!r} has {space.size} units in the second plan, but the first plan leaves"
+                f" {left[space.name].size}: make the second plan for the model that the first one cut."
             )
         if _owners(space) != _owners(left[space.name]):
             raise FairprunerError(
-                f"Space {space.name!r} has other slices or another order of units in the second plan than the"
-                " first leaves: use remaining(first, small)."
+                f"Space {space.name!r} has other slices, or its units in another order, in the second plan"
+                " than the first plan leaves: use remaining(first, small)."
             )
     removed = {
         space.name: (
@@ -65,8 +63,9 @@ def compose(first: Plan, second: Plan) -> Plan:
 
 
 def remaining(plan: Plan, small: nn.Module) -> Spaces:
-    """The spaces of `small`, the model cut by this plan, with no forward pass: the same names, and the
-    kept units in their order.
+    """The spaces of `small`, the model that this plan cut, found without a forward pass.
+
+    Spaces have the same names, and kept units stay in their order.
     """
     kept = {space.name: _kept(space, plan) for space in plan.spaces}
 
@@ -85,17 +84,17 @@ def remaining(plan: Plan, small: nn.Module) -> Spaces:
 
 
 def _kept(space: UnitSpace, plan: Plan) -> Ints:
-    """The units that stay, ascending."""
+    """The units that the plan keeps, ascending."""
     return np.setdiff1d(np.arange(space.size), np.asarray(plan.removed[space.name], dtype=np.int64))
 
 
 def _narrowed(plan: Plan) -> tuple[UnitSpace, ...]:
-    """What is left of each space: owners of the indices that stay, renumbered."""
-    stays = _staying(plan)
+    """Each space without the removed units; the owners of the kept indices are renumbered."""
+    stays = _kept_indices(plan)
 
-    def left_of(space: UnitSpace) -> UnitSpace:
+    def narrowed(space: UnitSpace) -> UnitSpace:
         kept = _kept(space, plan)
-        renumbered = np.full(space.size + 1, -1, dtype=np.int64)  # the last entry serves owner -1
+        renumbered = np.full(space.size + 1, -1, dtype=np.int64)  # entry -1 stands for "no owner"
         renumbered[kept] = np.arange(kept.size)
         return replace(
             space,
@@ -107,20 +106,20 @@ def _narrowed(plan: Plan) -> tuple[UnitSpace, ...]:
             ),
         )
 
-    return tuple(left_of(space) for space in plan.spaces)
+    return tuple(narrowed(space) for space in plan.spaces)
 
 
-def _staying(plan: Plan) -> Mapping[Place, NDArray[np.bool_]]:
-    """Whether each index of a place stays, whichever space it belongs to."""
-    stays: dict[Place, NDArray[np.bool_]] = {}
+def _kept_indices(plan: Plan) -> Mapping[Axis, NDArray[np.bool_]]:
+    """For every axis that some space owns indices of: whether each index is kept."""
+    kept: dict[Axis, NDArray[np.bool_]] = {}
     for space in plan.spaces:
-        places: Sequence[tuple[Place, Ints]] = [
+        axes: Sequence[tuple[Axis, Ints]] = [
             *(((s.tensor, s.dim), s.owner) for s in space.slices),
             *(((c.module, c.attribute), c.owner) for c in space.counts),
         ]
-        for place, owner in places:
-            stays[place] = stays.get(place, np.array(True)) & ~np.isin(owner, plan.removed[space.name])
-    return stays
+        for axis, owner in axes:
+            kept[axis] = kept.get(axis, np.array(True)) & ~np.isin(owner, plan.removed[space.name])
+    return kept
 
 
 def _owners(space: UnitSpace) -> set[tuple[str, int, bytes]]:

@@ -1,4 +1,4 @@
-"""What limits every plan: how few units a space may keep, and multiples of what."""
+"""Constraints of every plan: the fewest units a space may keep, and the multiple that its width must be."""
 
 from __future__ import annotations
 
@@ -10,43 +10,43 @@ import numpy as np
 from fairpruner.core.arrays import Ints
 from fairpruner.core.latency import LatencyTable
 from fairpruner.core.spaces import KINDS, UnitSpace
-from fairpruner.errors import FairprunerError, unknown
+from fairpruner.errors import FairprunerError, check_whole, is_whole, unknown
 
-MinKeep = float | Mapping[str, float]  # a count or share of every space, or one for each kind
+MinKeep = float | Mapping[str, float]  # a count or share for every space, or one for each kind
 MultipleOf = int | Literal["auto"]
 
 
 def candidates_of(space: UnitSpace, multiple_of: int, min_keep: MinKeep) -> Ints:
-    """The depths that leave enough units in a space, ascending; 0 always, [C]."""
+    """The depths of a space that meet all constraints, ascending, [C]; depth 0 is always one of them."""
     kept = np.arange(space.size, 0, -1)  # [J], at the depths 0..J - 1
     least = min_keep.get(space.kind, 1) if isinstance(min_keep, Mapping) else min_keep
-    # Quotients compare like the fractions they round, so a share of 0.3 keeps 3 of 10.
+    # kept / size is rounded like the share that the user wrote, so a share of 0.3 keeps exactly 3 of 10.
     enough = kept / space.size >= least if isinstance(least, float) else kept >= least
-    even = (
-        kept % multiple_of == 0 if space.kind in ("channel", "hidden") else True
-    )  # heads and experts are wide enough already
+    # A head or an expert spans many channels, so any number of them makes an even width.
+    even = kept % multiple_of == 0 if space.kind in ("channel", "hidden") else True
     possible = (kept % space.groups == 0) & (kept % space.multiple == 0)
     return np.flatnonzero((enough & (kept >= space.min_keep) & even & possible) | (kept == space.size))
 
 
 def multiple_from(multiple_of: MultipleOf, latency: LatencyTable | None) -> int:
+    """`multiple_of` as a number; "auto" takes that of the latency table."""
     if multiple_of != "auto":
         return multiple_of
     if latency is None:
         raise FairprunerError(
-            "multiple_of='auto' takes the multiple from a latency table: give latency=, or a whole number."
+            "multiple_of='auto' takes the multiple from a latency table, and none was given: give latency=,"
+            " or a whole number."
         )
     return latency.multiple
 
 
 def check_constraints(multiple_of: int, min_keep: MinKeep) -> None:
-    if isinstance(multiple_of, bool) or not isinstance(multiple_of, (int, np.integer)) or multiple_of < 1:
-        raise FairprunerError(f"multiple_of is {multiple_of!r}, expected a whole number of at least 1.")
+    """Raise unless both constraints have values that a space can meet."""
+    check_whole("multiple_of", multiple_of)
     for kind, least in min_keep.items() if isinstance(min_keep, Mapping) else [(None, min_keep)]:
         if kind is not None and kind not in KINDS:
             raise unknown("kind", kind, KINDS)
-        count = isinstance(least, (int, np.integer)) and not isinstance(least, bool) and least >= 1
-        if not count and not (isinstance(least, float) and 0 < least < 1):
+        if not is_whole(least, at_least=1) and not (isinstance(least, float) and 0 < least < 1):
             raise FairprunerError(
                 f"min_keep is {least!r}, expected a count of at least 1 or a share in (0, 1) of every space."
             )

@@ -9,11 +9,11 @@ from dataclasses import asdict
 from rich.console import Group
 
 from fairpruner.core.budget import METRICS
+from fairpruner.core.correlation import spearman
 from fairpruner.core.costs import predict
 from fairpruner.core.plan import Plan, describe_plan, plan_facts
 from fairpruner.core.scores import Scores
 from fairpruner.core.spaces import Spaces
-from fairpruner.core.tod import spearman
 from fairpruner.demo import BUDGETS, DATA, PRUNED, SCORES, WEIGHTS, Outcome
 from fairpruner.recovery import Epoch
 from fairpruner.repair import Note

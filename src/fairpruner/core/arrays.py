@@ -1,4 +1,4 @@
-"""Vectors of whole numbers and of floats, and whole-number vectors as short runs for files."""
+"""Array types, and a compact form of integer vectors for files."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ Floats = NDArray[np.float64]
 
 
 def encode_runs(values: Ints) -> list[list[int]]:
-    """A vector as runs [first, count, each]: `count` values that rise by one from `first`, each repeated
-    `each` times.
+    """A vector as a list of runs [first, count, each].
+
+    A run stands for `count` consecutive integers from `first` on, each repeated `each` times.
 
     >>> encode_runs(np.array([-1, -1, 4, 5, 6, 0, 0, 0, 1, 1, 1]))
     [[-1, 1, 2], [4, 3, 1], [0, 2, 3]]
     """
-    starts = np.flatnonzero(
-        np.diff(values, prepend=values[0] - 1)
-    )  # [B] where a block of equal values begins
+    starts = np.flatnonzero(np.diff(values, prepend=values[0] - 1))  # [B] first index of each equal block
     value, each = values[starts], np.diff(starts, append=values.size)  # [B]
-    joined = (np.diff(value) == 1) & (np.diff(each) == 0)  # [B - 1] the next block continues this run
-    first = np.flatnonzero(np.concatenate([[True], ~joined]))  # [R] the block each run begins with
+    joined = (np.diff(value) == 1) & (np.diff(each) == 0)  # [B - 1] whether the next block continues the run
+    first = np.flatnonzero(np.concatenate([[True], ~joined]))  # [R] first block of each run
     count = np.diff(first, append=starts.size)
     return np.stack([value[first], count, each[first]], axis=1).tolist()  # type: ignore[no-any-return]
 
@@ -38,6 +37,6 @@ def decode_runs(runs: Sequence[Sequence[int]]) -> Ints:
     if table.dtype.kind != "i" or table.ndim != 2 or table.shape[1] != 3 or table[:, 1:].min() < 1:
         raise ValueError(f"expected runs [first, count, each] of whole numbers, found {str(runs)[:80]}")
     first, count, each = table.T
-    # position inside its run
+    # position of each block inside its run
     within = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
     return np.repeat(np.repeat(first, count) + within, np.repeat(each, count)).astype(np.int64)

@@ -1,4 +1,4 @@
-"""How much of which metric a plan keeps."""
+"""A budget: how much of which metric a plan keeps."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ import numpy as np
 from fairpruner.errors import FairprunerError, unknown
 
 Metric = Literal["units", "params", "flops", "bytes", "experts", "latency", "latency_ms"]
-METRICS: tuple[Metric, ...] = ("units", "params", "flops")  # of every plan
+METRICS: tuple[Metric, ...] = ("units", "params", "flops")  # every plan predicts these
 BUDGETS: tuple[Metric, ...] = (*METRICS, "bytes", "experts", "latency", "latency_ms")
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How much of a metric is kept: a float is a share of the original, an int a count; latency is a
-    share, latency_ms milliseconds.
+    """How much of a metric to keep: a float is a share of the original, an int is a count.
+
+    `latency` takes a share and `latency_ms` takes milliseconds.
 
     >>> Budget("flops", 0.5).target(125_000_000)
     62500000.0
@@ -41,7 +42,7 @@ class Budget:
         if self.metric == "latency_ms":
             if not 0 < amount < math.inf:
                 raise FairprunerError(
-                    f"Budget latency_ms keep={amount:g} is no time, expected milliseconds above 0."
+                    f"Budget latency_ms keep={amount:g} is not a duration, expected milliseconds above 0."
                 )
             return
         if self.metric == "latency" and not (isinstance(amount, (float, np.floating)) and 0 < amount <= 1):
@@ -65,11 +66,11 @@ class Budget:
 
     @property
     def counted_in(self) -> Metric:
-        """The metric that the target is an amount of."""
+        """The metric of the target: a share of `latency` is counted in `latency_ms`."""
         return "latency_ms" if self.metric == "latency" else self.metric
 
     def target(self, original: float) -> float:
-        """The amount to keep of `original`, as a count or in milliseconds."""
+        """The amount to keep of an `original` amount, as a count or in milliseconds."""
         if self.is_share:
             return float(self.amount) * original
         if self.amount > original:

@@ -1,4 +1,4 @@
-"""What a model or a plan costs: params, FLOPs, bytes, units and experts, counted and predicted exactly.
+"""The exact cost of any plan: params, FLOPs, bytes, units, experts, and milliseconds from a latency table.
 
 FLOPs are multiply-accumulates (MACs), as the pruning literature counts them: half of what
 `torch.utils.flop_counter` prints.
@@ -17,22 +17,22 @@ from fairpruner.core.spaces import Factor, Spaces, Term
 
 
 class Lengths:
-    """Kept lengths of axes, for every plan that removes a prefix of a fixed order of units in each space.
+    """The lengths of tensor axes after any plan that removes the first units of a fixed order per space.
 
-    `orders[s]` is the removal order of the s-th space, [J]; depths are given in the same order of spaces.
+    `orders[s]` is the removal order of space s, [J]. A plan is then just one depth per space, [S].
     """
 
     def __init__(self, factors: Sequence[Factor], spaces: Spaces, orders: Sequence[Ints]) -> None:
         self._sizes = np.array([factor.size for factor in factors], dtype=np.int64)
-        # Nearly every unit of a space owns the same number of indices of an axis: one matrix does for
-        # those.
+        # In most spaces every unit owns the same number of indices of an axis. One matrix product then gives
+        # the removed indices.
         self._slopes = np.zeros((len(factors), len(spaces)), dtype=np.int64)
-        # (factor, space, [J + 1] indices gone at each depth)
+        # The other spaces: (factor, space, number of removed indices at each depth [J + 1]).
         self._ragged: list[tuple[int, int, Ints]] = []
         position = {name: s for s, name in enumerate(spaces.names)}
         for f, factor in enumerate(factors):
             for name, owned in factor.owned.items():
-                if name not in position:  # left out: stays whole
+                if name not in position:  # a space that was left out keeps all its units
                     continue
                 s = position[name]
                 if (owned == owned[0]).all():
@@ -41,17 +41,17 @@ class Lengths:
                     self._ragged.append((f, s, np.concatenate([[0], np.cumsum(owned[orders[s]])])))
 
     def kept(self, depths: Ints) -> Ints:
-        """When `depths[s]` units go from the s-th space: of one plan [S] -> [F], or of several [S, N] ->
-        [F, N].
+        """Axis lengths after removing `depths[s]` units from space s: [S] -> [F], or for N plans
+        [S, N] -> [F, N].
         """
         kept: Ints = (self._sizes if depths.ndim == 1 else self._sizes[:, None]) - self._slopes @ depths
-        for f, s, gone in self._ragged:
-            kept[f] -= gone[depths[s]]
+        for f, s, removed in self._ragged:
+            kept[f] -= removed[depths[s]]
         return kept
 
 
 class CostTable:
-    """Costs of every plan that removes a prefix of a fixed order of units in each space, [J] for each."""
+    """The costs of any plan that removes the first units of a fixed order, [J], per space."""
 
     def __init__(self, spaces: Spaces, orders: Sequence[Ints], latency: LatencyTable | None = None) -> None:
         self._sizes = np.array([space.size for space in spaces], dtype=np.int64)
@@ -59,17 +59,14 @@ class CostTable:
         self._latency = latency
         self.metrics = metrics_of(spaces) + (() if latency is None else ("latency_ms",))
         model = spaces.costs
-        self._lengths = Lengths(
-            [*model.factors, Factor(1, {})], spaces, orders
-        )  # the last is the empty product
+        # The last factor, of size 1, pads the products of terms with fewer factors than others.
+        self._lengths = Lengths([*model.factors, Factor(1, {})], spaces, orders)
         self._timed = None if latency is None else Lengths(latency.factors, spaces, orders)
         terms = {"params": model.params, "flops": model.flops, "bytes": model.bytes}
         self._terms = {metric: _arrays(t, len(model.factors)) for metric, t in terms.items()}
 
     def totals(self, metric: Metric, depths: Ints) -> float:
-        """What is kept of a metric when `depths[s]` units go from the s-th space, [S] -> a count, or
-        milliseconds.
-        """
+        """The amount of a metric that is kept when `depths[s]` units are removed from space s, [S]."""
         if metric == "latency_ms":
             return float(self.milliseconds(depths[:, None])[0])
         if metric in ("units", "experts"):
@@ -79,14 +76,14 @@ class CostTable:
         return int((coefficients * kept[factors].prod(axis=1)).sum())
 
     def milliseconds(self, depths: Ints) -> Floats:
-        """Predicted latency of several plans, [S, N] -> [N]."""
+        """The predicted latency of N plans, [S, N] -> [N]."""
         assert self._latency is not None
         assert self._timed is not None
         return self._latency.milliseconds(self._timed.kept(depths))
 
 
 def _arrays(terms: Sequence[Term], empty: int) -> tuple[Ints, Ints]:
-    """Terms as coefficient [T] and factor positions [T, widest], padded with the empty product."""
+    """Terms as coefficients [T] and factor positions [T, W], rows padded with the position `empty`."""
     width = max((len(t.factors) for t in terms), default=0)
     factors = np.full((len(terms), width), empty, dtype=np.int64)
     for row, term in zip(factors, terms, strict=True):
@@ -95,7 +92,7 @@ def _arrays(terms: Sequence[Term], empty: int) -> tuple[Ints, Ints]:
 
 
 def metrics_of(spaces: Spaces) -> tuple[Metric, ...]:
-    """What the plans of these spaces cost: experts only where there are some."""
+    """The metrics that plans of these spaces predict; `experts` only if there are some."""
     experts = any(space.kind == "expert" for space in spaces)
     return METRICS + (("bytes",) if spaces.costs.bytes else ()) + (("experts",) if experts else ())
 
@@ -103,12 +100,12 @@ def metrics_of(spaces: Spaces) -> tuple[Metric, ...]:
 def predict(
     spaces: Spaces, removed: Mapping[str, Sequence[int]], latency: LatencyTable | None = None
 ) -> dict[str, float]:
-    """What is kept of every metric when these units are removed from each space."""
+    """The amount of every metric that is kept when these units are removed from each space."""
     orders, depths = [], []
     for space in spaces:
-        gone = np.asarray(removed.get(space.name, ()), dtype=np.int64)
-        orders.append(np.concatenate([gone, np.setdiff1d(np.arange(space.size), gone)]))
-        depths.append(gone.size)
+        units = np.asarray(removed.get(space.name, ()), dtype=np.int64)
+        orders.append(np.concatenate([units, np.setdiff1d(np.arange(space.size), units)]))
+        depths.append(units.size)
     table = CostTable(spaces, orders, latency)
     depth = np.array(depths, dtype=np.int64)
     return {metric: table.totals(metric, depth) for metric in table.metrics}

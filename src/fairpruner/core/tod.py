@@ -1,4 +1,4 @@
-"""Tolerance of Difference: two rankings of the same units in, their conflict curve out (numpy only)."""
+"""Tolerance of Difference (ToD): the conflict curve of two rankings of the same units."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from fairpruner.errors import FairprunerError
 
 @dataclass(frozen=True, eq=False)
 class ConflictCurve:
-    """Overlap of the m first units to remove with the m first to protect, for m = 0..J (the paper's ToD
-    times m).
+    """For m = 0..J: how many of the first m units to remove are among the first m units to protect.
+
+    This overlap is the paper's ToD(m) times m.
     """
 
     overlaps: Ints  # [J + 1]
@@ -39,9 +40,7 @@ class ConflictCurve:
 
     @property
     def tod(self) -> Floats:
-        """ToD(m) = overlap / max(m, 1), [J + 1]; distinct fractions stay distinct in float64 up to J =
-        2**26.
-        """
+        """ToD(m) = overlap / max(m, 1), [J + 1]; distinct fractions stay distinct up to J = 2**26."""
         return self.overlaps / np.maximum(np.arange(self.overlaps.size), 1)
 
     def depth(self, alpha: float) -> int:
@@ -56,16 +55,16 @@ def check_alpha(alpha: float) -> float:
     value = float(alpha)
     if not 0 <= value < 1:
         raise FairprunerError(
-            f"Alpha is {value:g}, expected a tolerance in [0, 1): 0 allows no conflict, 0.1 one unit in ten."
+            f"Alpha is {value:g}, expected a tolerance in [0, 1): 0 allows no conflict, 0.1 allows one in"
+            " ten units."
         )
     return value
 
 
 def conflict_curve(removal: ArrayLike, protection: ArrayLike, groups: int = 1) -> ConflictCurve:
-    """How many of the m first units to remove, [J], are among the m first to protect, [J], for every m:
-    the paper's ToD.
+    """The conflict curve of removal scores [J] and protection scores [J] of the same units: the paper's ToD.
 
-    Units go by turns from `groups` blocks of equal length, as `removal_order` has them.
+    With `groups`, units are removed in the order that `removal_order` gives for groups.
 
     >>> curve = conflict_curve([1, 2, 3, 4], [10, 20, 30, 40])
     >>> curve.overlaps.tolist(), curve.depth(0.0)
@@ -74,19 +73,18 @@ def conflict_curve(removal: ArrayLike, protection: ArrayLike, groups: int = 1) -
     u, r = _vector(removal, "Removal"), _vector(protection, "Protection")
     if u.size != r.size:
         raise FairprunerError(
-            f"Removal scores {u.size} units and protection {r.size}: give both for the same units of one"
-            " space."
+            f"There are {u.size} removal scores and {r.size} protection scores: give both for the same units."
         )
-    # A unit lies in both sets of size m from the moment that the later of its two ranks is reached.
+    # A unit is in both sets of size m as soon as m reaches the larger of its two ranks.
     later = np.maximum(_ranks(removal_order(u, groups)), _ranks(_ascending(-r)))  # [J], 1..J
     return ConflictCurve(np.cumsum(np.bincount(later, minlength=u.size + 1)))
 
 
 def removal_order(removal: ArrayLike, groups: int = 1) -> Ints:
-    """The units in the order in which they go, [J]: by (U, j), so ties go from the lowest index on.
+    """The units in the order in which they are removed, [J]: by score, and by index where scores are equal.
 
-    With groups, consecutive and equally long, by the rank within the group before that: the first of
-    every group, then the second.
+    With `groups`, the units form so many consecutive blocks of equal length. The first unit of every block
+    is removed, then the second of every block, and so on.
 
     >>> removal_order([0.5, 0.1, 0.5]).tolist(), removal_order([1, 2, 4, 3], groups=2).tolist()
     ([1, 0, 2], [0, 3, 1, 2])
@@ -94,7 +92,7 @@ def removal_order(removal: ArrayLike, groups: int = 1) -> Ints:
     order = _ascending(_vector(removal, "Removal"))
     if groups == 1:
         return order
-    group = order * groups // order.size  # of each unit along the order
+    group = order * groups // order.size  # [J] the group of each unit in the order
     by_group = np.argsort(group, kind="stable")
     turn = np.empty_like(order)
     turn[by_group] = np.tile(np.arange(order.size // groups), groups)
@@ -106,7 +104,7 @@ def _ascending(values: Floats) -> Ints:
 
 
 def _ranks(order: Ints) -> Ints:
-    """Rank 1..J of each unit in an order of units."""
+    """The rank 1..J of each unit, from an order of the units."""
     ranks = np.empty_like(order)
     ranks[order] = np.arange(1, order.size + 1)
     return ranks
@@ -125,25 +123,7 @@ def _vector(values: ArrayLike, what: str) -> Floats:
     bad = int((~np.isfinite(vector)).sum())
     if bad:
         raise FairprunerError(
-            f"{what} scores hold {bad} of {vector.size} values that are NaN or infinite: score again without"
-            " them."
+            f"{what} scores have {bad} NaN or infinite values among {vector.size}: look for them in"
+            " the model's outputs and gradients, and score again."
         )
     return vector
-
-
-def spearman(a: Floats, b: Floats) -> float | None:
-    """Spearman's rank correlation of two score vectors, [J], ties at their average rank; None where one
-    is constant.
-
-    >>> spearman(np.array([1.0, 2.0, 3.0]), np.array([1.0, 4.0, 9.0]))
-    1.0
-    """
-    x, y = (ranks - ranks.mean() for ranks in (_average_ranks(a), _average_ranks(b)))
-    scale = float(np.sqrt((x @ x) * (y @ y)))
-    return float(x @ y) / scale if scale else None
-
-
-def _average_ranks(values: Floats) -> Floats:
-    _, group, counts = np.unique(values, return_inverse=True, return_counts=True)
-    last: Floats = np.cumsum(counts).astype(np.float64)  # rank of the last of each group of equals
-    return (last - (counts - 1) / 2)[group]

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fairpruner.allocation.diagnostics import plan_order
 from fairpruner.core.arrays import Floats, Ints
 from fairpruner.core.plan import Plan
 from fairpruner.core.scores import Scores
@@ -93,7 +94,7 @@ def payload(report: Report) -> Json:
 
 def _given(plan: Plan, scores: Scores | None) -> list[Json] | None:
     """Rankings that begin with the plan's units, or None where these are what the removal scores say."""
-    orders = {space.name: _plan_first(plan, space, scores) for space in plan.spaces}
+    orders = {space.name: plan_order(plan, space, scores) for space in plan.spaces}
     if scores is None:
         return [{"order": _packed(order, np.int32)} for order in orders.values()]
     if all(
@@ -101,15 +102,6 @@ def _given(plan: Plan, scores: Scores | None) -> list[Json] | None:
     ):
         return None
     return [_ranking(scores, space, orders[space.name]) for space in plan.spaces]
-
-
-def _plan_first(plan: Plan, space: UnitSpace, scores: Scores | None) -> Ints:
-    """The units that the plan removes, then the others in removal order, [J]."""
-    order = (
-        np.arange(space.size) if scores is None else removal_order(scores.removal[space.name], space.groups)
-    )
-    gone = np.array(plan.removed[space.name], dtype=np.int64)
-    return np.concatenate([gone, order[~np.isin(order, gone)]])
 
 
 def _ranking(scores: Scores, space: UnitSpace, order: Ints) -> Json:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from fairpruner.core.arrays import Floats
+from fairpruner.core.correlation import spearman
 from fairpruner.core.scores import Scores
 from fairpruner.core.spaces import Spaces
-from fairpruner.core.tod import spearman
 from fairpruner.discovery import discover
 from fairpruner.errors import FairprunerError, FairprunerWarning
 from fairpruner.inputs.batches import Batch, Loss, forward, in_halves, read_batches
