@@ -249,6 +249,55 @@ def test_sequential_fits_the_sum_and_so_undoes_earlier_drift() -> None:
         assert squared(repaired(inputs), net(inputs)) < 0.2 * drift
 
 
+class Rectified(Drifting):
+    """The same blocks with relu: inputs that are 16 times larger give sums that are 16 times larger."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.b(torch.relu(self.a(x)))
+        return x + self.d(torch.relu(self.c(x)))
+
+
+@pytest.mark.parametrize("method", ["mean", "least_squares", "sequential"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_repaired_like_float32(method: str, dtype: torch.dtype) -> None:
+    # Squares of these numbers, summed over the rows of a batch, pass 65,504, the largest float16.
+    net, inputs = Rectified().to(dtype).float(), 16 * torch.randn(400, 32, 6).to(dtype).float()
+    plan = fp.Plan.removing(fp.discover(net, inputs[:1]), {"a": (0, 1, 2, 3), "c": (0, 1)})
+
+    def error(dtype: torch.dtype) -> float:
+        ours = copy.deepcopy(net).to(dtype)
+        data = [(batch.to(dtype), target) for batch, target in matching(net, inputs, 100)]
+        found, notes = fp.cut(ours, plan), list[Note]()
+        repaired = fp.repair(found, ours, plan, data, method=method, loss=squared, notes=notes)
+        assert {note.outcome for note in notes} == {"repaired"}, notes
+        with torch.no_grad():
+            return float(squared(repaired(inputs.to(dtype)).float(), net(inputs)))
+
+    assert error(dtype) == pytest.approx(error(torch.float32), rel=0.1)
+
+
+def test_numbers_that_are_not_finite_are_named() -> None:
+    net = Drifting().double()
+    inputs = torch.randn(100, 6, dtype=torch.float64)
+    plan = fp.Plan.removing(fp.discover(net, inputs[:1]), {"a": (0, 1)})
+    small, notes = fp.cut(net, plan), list[Note]()
+    inputs[40, 2] = torch.inf  # tanh hides it from most of the net, and the loss from the rest
+    data = [(inputs, torch.zeros(100))]
+    for method in ("least_squares", "sequential"):
+        repaired = fp.repair(
+            small,
+            net,
+            plan,
+            data,
+            method=method,
+            loss=lambda output, _: output[:40].square().mean(),
+            notes=notes,
+        )
+        assert all(torch.isfinite(p).all() for p in repaired.parameters())
+    reasons = {note.subject: note.reason for note in notes if note.outcome == "kept"}
+    assert "not finite" in reasons["b.weight"]
+
+
 @pytest.mark.parametrize("name", [name for name in NETS if not name.startswith(("resnet56", "densenet"))])
 def test_no_method_makes_any_net_worse_and_sequential_makes_it_better(name: str) -> None:
     model, inputs, spaces = built(name, 48)

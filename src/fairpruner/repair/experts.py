@@ -27,7 +27,7 @@ from fairpruner.models.experts import ExpertBlock, expert_blocks
 from fairpruner.models.routing import RouterOutput, watching_experts
 from fairpruner.repair.arrivals import Arrival, Arrivals, Sweep, caller_of
 from fairpruner.repair.notes import NO_EXPERTS, Note
-from fairpruner.repair.regression import Sums, choose, wide
+from fairpruner.repair.regression import Sums, choose, float64, wide
 from fairpruner.repair.wiring import Wire
 
 MOST_FEATURES = 4096  # that are solved for together: the products of all their pairs are held
@@ -124,11 +124,10 @@ class _Seen:
         cross = whole.T @ error
         return Sums(
             len(rows),
-            gram.double()[None],
-            cross.double()[None],
-            error.double().square().sum()[None],
-            whole.double().sum(0)[None],
-            error.double().sum(0)[None],
+            *map(
+                float64,
+                (gram[None], cross[None], error.square().sum()[None], whole.sum(0)[None], error.sum(0)[None]),
+            ),
         )
 
 

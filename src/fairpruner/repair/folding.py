@@ -20,7 +20,7 @@ from fairpruner.models.experts import expert_lists
 from fairpruner.models.observing import positions_of
 from fairpruner.repair.notes import ROUTED, UNSEEN, USED_ELSEWHERE, Note
 from fairpruner.repair.products import Product, Walk
-from fairpruner.repair.regression import Choice, Sums, first_half, wide
+from fairpruner.repair.regression import Choice, Sums, first_half, float64, wide
 from fairpruner.repair.wiring import Wire, kept_by_place, tensors_by_name
 
 MOST_CHANNELS = 8192  # that one weight reads: more would make the products of all pairs too large
@@ -104,10 +104,11 @@ class _Moments:
 
     def _of(self, rows: Tensor) -> tuple[int, Tensor, Tensor]:
         if self.consumer.table is not None:
-            channels = rows[:, self.consumer.table].transpose(1, 2).flatten(0, 1)[None]  # [1, rows F, J]
+            table = self.consumer.table.to(rows.device)
+            channels = rows[:, table].transpose(1, 2).flatten(0, 1)[None]  # [1, rows F, J]
         else:
             channels = rows.unflatten(1, (self.call.groups, -1)).transpose(0, 1)  # [G, rows, c]
-        return channels.shape[1], (channels.mT @ channels).double(), channels.sum(1, dtype=torch.float64)
+        return channels.shape[1], float64(channels.mT @ channels), float64(channels.sum(1))
 
     def sums(self, matrix: Tensor, keep: Tensor) -> tuple[Sums, Sums]:
         """For both halves: the kept channels as features, and as targets what the lost ones gave through
@@ -187,7 +188,7 @@ def fold(
             notes.append(Note(name, "skipped", "its groups lose different channels"))
             continue
         # [G, c, taps, q]
-        matrix = moments.consumer.gathered(call.matrix(weights[name].detach()).double())
+        matrix = moments.consumer.gathered(call.matrix(float64(weights[name].detach())))
         choice = choose(moments.sums(matrix, keep), offset is not None)
         notes.append(Note.of(name, choice))
         if choice.fit is None:

@@ -19,6 +19,7 @@ from fairpruner.models.calling import tensors_of
 from fairpruner.models.experts import ExpertBlock, expert_blocks, is_route
 from fairpruner.repair.arrivals import Arrivals, Sweep, caller_of
 from fairpruner.repair.notes import NO_EXPERTS, Note
+from fairpruner.repair.regression import float64, wide
 from fairpruner.repair.wiring import Wire
 
 SHARES = (
@@ -51,7 +52,9 @@ def _merge(small: nn.Module, model: nn.Module, block: ExpertBlock, removed: Tens
     if any(ours[name].shape[1:] != stack.shape[1:] for name, stack in theirs.items()):
         return Note(block.name, "skipped", "its experts lost more than their number")
     near = nearest(_router_rows(model, block), removed)
-    means = {name: mean_with(stack, theirs[name][removed], near) for name, stack in ours.items()}
+    means = {
+        name: mean_with(stack, theirs[name][removed.to(stack.device)], near) for name, stack in ours.items()
+    }
     module, inside = small.get_submodule(caller_of(block)), block.experts.rpartition(".")[2]
 
     def weights(share: float) -> dict[str, Tensor]:
@@ -71,7 +74,7 @@ def _merge(small: nn.Module, model: nn.Module, block: ExpertBlock, removed: Tens
             out = next(
                 tensors_of(functional_call(module, weights(share), arrival.args, dict(arrival.kwargs)))
             ).flatten(0, -2)  # [T, H]
-            errors[share] += float((arrival.wanted - out)[rows].double().square().sum())
+            errors[share] += float((arrival.wanted - wide(out))[rows].square().sum())
     best = min(SHARES, key=errors.__getitem__)
     if best == 0:
         return Note(
@@ -88,9 +91,9 @@ def nearest(rows: Tensor, removed: Tensor) -> Tensor:
     """For each removed expert the place, among the kept ones, of that whose router row points most nearly
     its way; rows [E, H].
     """
-    directions = F.normalize(rows.double(), dim=1)
+    directions = F.normalize(float64(rows), dim=1)
     kept = torch.ones(len(rows), dtype=torch.bool).index_fill(0, removed, False)
-    return (directions[removed] @ directions[kept.to(rows.device)].T).argmax(1)
+    return (directions[removed] @ directions[kept].T).argmax(1)
 
 
 def mean_with(kept: Tensor, removed: Tensor, near: Tensor) -> Tensor:

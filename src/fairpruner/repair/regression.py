@@ -22,6 +22,11 @@ def wide(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
+def float64(tensor: Tensor) -> Tensor:
+    """A float64 copy on the CPU: not every device has float64."""
+    return tensor.to("cpu", torch.float64, copy=True)
+
+
 def first_half(rows: Tensor, total: int, samples: int, before: int) -> Tensor:
     """Which rows, of `total` that lie sample by sample, belong to the samples that fit; the others prove.
     `before` came earlier.
@@ -31,8 +36,8 @@ def first_half(rows: Tensor, total: int, samples: int, before: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Sums:
-    """Float64 sums over rows of p features and q targets, in G groups: all that least squares needs to
-    know of them.
+    """Float64 sums on the CPU over rows of p features and q targets, in G groups: all that least squares
+    needs to know of them.
     """
 
     rows: int
@@ -46,15 +51,24 @@ class Sums:
     def of(features: Tensor, targets: Tensor) -> Sums:
         """From features [G, rows, p] and targets [G, rows, q]."""
         features, targets = wide(features), wide(targets)
-        gram, cross = features.mT @ features, features.mT @ targets
         return Sums(
             features.shape[1],
-            gram.double(),
-            cross.double(),
-            targets.double().square().sum((1, 2)),
-            features.double().sum(1),
-            targets.double().sum(1),
+            *map(
+                float64,
+                (
+                    features.mT @ features,
+                    features.mT @ targets,
+                    targets.square().sum((1, 2)),
+                    features.sum(1),
+                    targets.sum(1),
+                ),
+            ),
         )
+
+    @property
+    def finite(self) -> bool:
+        """Whether the rows hold neither infinity nor NaN: each would show in these sums."""
+        return bool(self.gram.diagonal(dim1=1, dim2=2).isfinite().all() and self.square.isfinite().all())
 
     def __add__(self, other: Sums) -> Sums:
         return Sums(
@@ -159,17 +173,17 @@ def _nothing(sums: Sums) -> float:
 
 
 def _can_prove(halves: tuple[Sums, Sums]) -> bool:
-    return min(half.rows for half in halves) > 0
+    return all(half.rows > 0 and half.finite for half in halves)
 
 
 def _choice(halves: tuple[Sums, Sums], fit: Fit | None, after: float, reason: str) -> Choice:
     before = _nothing(halves[1])
     if fit is not None:
         return Choice(fit, before, after, reason)
-    useless = "no fit of one half of the samples does better than the cut on the other"
-    return Choice(
-        None,
-        before,
-        before,
-        useless if _can_prove(halves) else "a single sample leaves none to prove a fit with",
-    )
+    if not all(half.finite for half in halves):
+        reason = "its inputs or outputs hold numbers that are not finite: compute in float32 or bfloat16"
+    elif not all(half.rows for half in halves):
+        reason = "a single sample leaves none to prove a fit with"
+    else:
+        reason = "no fit of one half of the samples does better than the cut on the other"
+    return Choice(None, before, before, reason)

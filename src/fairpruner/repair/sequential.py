@@ -24,7 +24,7 @@ from fairpruner.inputs.batches import Batch, forward
 from fairpruner.models.experts import expert_lists
 from fairpruner.repair.notes import ROUTED, UNSEEN, USED_ELSEWHERE, Note
 from fairpruner.repair.products import Product, Walk
-from fairpruner.repair.regression import Choice, Fit, Sums, choose, first_half
+from fairpruner.repair.regression import Choice, Fit, Sums, choose, first_half, float64, wide
 from fairpruner.repair.wiring import Offset, Sum, Wire, kept_by_place, straight_line, tensors_by_name
 
 POSITIONS = 32  # rows taken of each sample: neighbours tell little more
@@ -141,13 +141,13 @@ class _Original(Walk):
     def sum(self, position: int, operands: list[Tensor], in_place: bool) -> None:
         if position in self._waiting:
             product, rows = self._waiting.pop(position)
-            first, second = (product.outputs(operand, rows) for operand in operands)
+            first, second = (wide(product.outputs(operand, rows)) for operand in operands)
             self._put(product, rows, first + second, operands[0].numel() // operands[0].shape[product.axis])
 
     def _put(self, product: Product, rows: Tensor, values: Tensor, total: int) -> None:
         keep = product.kept_outputs(self._kept).to(values.device)
         self.places[product.name] = _Place(
-            rows, first_half(rows, total, self._batch.size, self._batch.position), values[:, keep]
+            rows, first_half(rows, total, self._batch.size, self._batch.position), wide(values[:, keep])
         )
 
 
@@ -161,12 +161,8 @@ class _Refit:
             offset,
         )
         self._constant = None if offset is None else tensors[offset.tensor]
-        self._weight_before = product.matrix(product.weight.detach()).to(
-            torch.float64, copy=True
-        )  # [G, c, taps, q]
-        self._constant_before = (
-            None if self._constant is None else self._constant.detach().to(torch.float64, copy=True)
-        )
+        self._weight_before = product.matrix(float64(product.weight.detach()))  # [G, c, taps, q]
+        self._constant_before = None if self._constant is None else float64(self._constant.detach())
         groups, channels, taps, outputs = self._weight_before.shape
         self._fit = Fit(
             torch.zeros(groups, channels * taps, outputs).to(self._weight_before),
@@ -188,7 +184,7 @@ class _Refit:
         """Add rows: what the weight reads, and by how much its output, as it is now, misses, [rows,
         outputs].
         """
-        features = product.features(place.rows).flatten(2)  # [G, rows, p]
+        features = wide(product.features(place.rows).flatten(2))  # [G, rows, p]
         groups = features.shape[0]
         now = features @ self._fit.slope.to(features) + self._fit.offset[:, None].to(features)
         missing = (
@@ -275,7 +271,8 @@ class _Follow(Walk):
         if wire.sum is not None:
             self._waiting[wire.sum.position] = (product, out, wire.sum)
             return out
-        one.see(product, place, place.values - product.outputs(out, place.rows) - one.unseen_offset.to(out))
+        given = wide(product.outputs(out, place.rows))
+        one.see(product, place, place.values - given - one.unseen_offset.to(given))
         if not self._solve:
             return out
         one.solve()
@@ -286,8 +283,8 @@ class _Follow(Walk):
             return
         product, out, (_, side) = self._waiting.pop(position)
         one, place = self._stretch.refits[product.name], self._places[product.name]
-        own, other = (product.outputs(operands[s], place.rows) for s in (side, 1 - side))
-        slope, _ = straight_line(product.outputs(out, place.rows), own)  # [outputs]
+        own, other = (wide(product.outputs(operands[s], place.rows)) for s in (side, 1 - side))
+        slope, _ = straight_line(wide(product.outputs(out, place.rows)), own)  # [outputs]
         drift = place.values - own - other
         one.see(product, place, torch.where(slope != 0, drift / slope, 0.0))
         if not self._solve:
@@ -296,5 +293,5 @@ class _Follow(Walk):
         one.solve()
         shape = [-1 if axis == product.axis % out.ndim else 1 for axis in range(out.ndim)]
         change = product.run() - out + (one.unseen_offset - before).to(out).view(shape)
-        change = change * slope.view(shape)
+        change = change * slope.to(out).view(shape)
         operands[side] = operands[side].add_(change) if in_place and side == 0 else operands[side] + change

@@ -151,7 +151,7 @@ class _Tracer(Walk):
 
 
 def _by_channel(tensor: Tensor, axis: int) -> Tensor:
-    return tensor.movedim(axis, -1).reshape(-1, tensor.shape[axis]).double()  # [rows, C]
+    return tensor.movedim(axis, -1).reshape(-1, tensor.shape[axis]).to("cpu", torch.float64)  # [rows, C]
 
 
 def _is_straight(out: Tensor, operand: Tensor) -> bool:
