@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from fairpruner.core.arrays import Ints
 from fairpruner.core.spaces import UnitSpace
 from fairpruner.core.tod import removal_order
-from fairpruner.models.calling import call, evaluating, tensors_of
+from fairpruner.models.calling import call, in_eval_mode, tensors_of
 from fairpruner.models.narrowing import Change, copy_with, cut_units, mask_units
 
 # A right cut differs by rounding alone. float32 is fast and settles nearly all; what it does not settle
@@ -190,7 +190,7 @@ def _cast(example: Any, dtype: torch.dtype | None) -> Any:
 
 
 def _outputs(model: nn.Module, inputs: Any) -> list[torch.Tensor]:
-    with evaluating(model), torch.no_grad():
+    with in_eval_mode(model), torch.no_grad():
         return list(tensors_of(call(model, inputs)))
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fairpruner.errors import FairprunerError
-from fairpruner.models.calling import evaluating
+from fairpruner.models.calling import call, evaluating
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def perplexity(model: nn.Module, tokens: Tensor, *, length: int = 512, batch_siz
             w[None] for w in windows[len(whole) :]
         ]
         for batch in batches:  # [n, length]
-            output = model(input_ids=batch.to(device))
+            output = call(model, {"input_ids": batch.to(device)})
             logits = getattr(output, "logits", output)[:, :-1].double()  # [n, length - 1, vocabulary]
             total += float(
                 nn.functional.cross_entropy(

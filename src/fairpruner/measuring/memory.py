@@ -17,7 +17,7 @@ from fairpruner.errors import FairprunerError
 from fairpruner.measuring.generation import generates
 from fairpruner.measuring.runtimes import exported
 from fairpruner.measuring.timing import device_of
-from fairpruner.models.calling import call, tensors_of
+from fairpruner.models.calling import call_directly, copied, tensors_of
 
 
 class _Tensors(nn.Module):
@@ -79,8 +79,8 @@ def peak_resident(model: nn.Module, example: Any, threads: int) -> dict[str, int
 
 def peak_gpu(model: nn.Module, example: Any) -> int:
     """Bytes that torch allocated at most on the example's GPU, the weights among them."""
-    device = device_of(example)
+    device, own = device_of(example), copied(example)
     torch.cuda.reset_peak_memory_stats(device)
     with torch.no_grad():
-        call(model, example)
+        call_directly(model, own)
     return torch.cuda.max_memory_allocated(device)

@@ -25,7 +25,7 @@ from fairpruner.discovery.trace import trace
 from fairpruner.errors import FairprunerError
 from fairpruner.measuring.runtimes import check_runtime, prepared
 from fairpruner.measuring.timing import batched, device_of, finish, machine, settle_memory, threads_of, timed
-from fairpruner.models.calling import call, call_checked, evaluating
+from fairpruner.models.calling import call_checked, call_directly, evaluating
 from fairpruner.models.fingerprint import check_same_model
 from fairpruner.models.narrowing import cut_units
 
@@ -159,7 +159,7 @@ def _profiled(model: nn.Module, example: Any) -> Floats:
     device = device_of(example)
     start = time.perf_counter()
     with _Marks(device) as marks:
-        call(model, example)
+        call_directly(model, example)
     finish(device)
     return 1000 * np.diff([start, *marks.begun[1:], time.perf_counter()])
 

@@ -14,16 +14,16 @@ from torch import nn
 
 from fairpruner.errors import FairprunerError, unknown
 from fairpruner.measuring.timing import Run, device_of, finish
-from fairpruner.models.calling import call, tensors_of
+from fairpruner.models.calling import call_directly, copied, tensors_of
 
 Prepare = Callable[[nn.Module, Any, int], Run]  # model in eval mode, example, threads
 
 
 def _eager(model: nn.Module, example: Any, threads: int) -> Run:
-    device = device_of(example)
+    device, own = device_of(example), copied(example)
 
     def run() -> Any:
-        output = call(model, example)
+        output = call_directly(model, own)
         finish(device)
         return output
 

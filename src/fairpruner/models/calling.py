@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -11,9 +12,16 @@ import torch
 from torch import nn
 
 from fairpruner.errors import FairprunerError
+from fairpruner.models.preserving import unchanged
+from fairpruner.models.randomness import random_state_kept
 
 
 def call(model: nn.Module, example: Any) -> Any:
+    """Call the model with a copy of an example, which the model may overwrite."""
+    return call_directly(model, copied(example))
+
+
+def call_directly(model: nn.Module, example: Any) -> Any:
     """Call the model with an example: a tensor, a tuple of arguments, or a dict of keyword arguments."""
     if isinstance(example, Mapping):
         return model(**example)
@@ -33,6 +41,30 @@ def call_checked(model: nn.Module, example: Any) -> Any:
             f"The example does not fit the model: {type(model).__name__} called with {describe(example)}"
             f" raised {type(error).__name__}: {error}"
         ) from error
+
+
+def copied(value: Any) -> Any:
+    """An example in memory of its own: the same structure, every tensor cloned, other objects copied."""
+    return _copied(value, {})
+
+
+def _copied(value: Any, clones: dict[int, Any]) -> Any:
+    if id(value) in clones:  # one tensor given twice stays one tensor
+        return clones[id(value)]
+    if isinstance(value, torch.Tensor):
+        clones[id(value)] = clone = value.detach().clone().requires_grad_(value.requires_grad)
+        return clone
+    if isinstance(value, Mapping):
+        return {key: _copied(item, clones) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_copied(item, clones) for item in value))
+    if isinstance(value, (tuple, list)):
+        items = [_copied(item, clones) for item in value]
+        return tuple(items) if isinstance(value, tuple) else items
+    try:
+        return copy.deepcopy(value, clones)
+    except (TypeError, RuntimeError):  # a handle, or a tensor with a history: passed on as it is
+        return value
 
 
 def describe(value: Any) -> str:
@@ -64,38 +96,24 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode inside; afterwards every module's mode, buffers, tensors kept as attributes and the
-    random state are as they were.
+    """Eval mode inside; afterwards all state of the model and all random states are as they were."""
+    with unchanged(model), in_eval_mode(model):
+        yield
+
+
+@contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Eval mode inside and afterwards, for a copy that nobody else holds; random states are given back.
 
     The fused kernel of `nn.MultiheadAttention` is off meanwhile: it hides the projections from tracing,
     counting and signals.
     """
     fastpath = torch.backends.mha.get_fastpath_enabled()
-    modes = [(module, module.training) for module in model.modules()]
-    attributes = [(module, dict(vars(module))) for module in model.modules()]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
-    with torch.random.fork_rng(devices=sorted(d.index for d in devices if d.index is not None)):
+    with random_state_kept(tensor.device for tensor in (*model.parameters(), *model.buffers())):
         try:
             torch.backends.mha.set_fastpath_enabled(False)
-            # modules that keep derived tensors (a bias table looked up once) drop them when training
-            # starts
-            model.train()
+            model.train()  # in train mode modules drop tensors that they derived from their weights
             model.eval()
             yield
         finally:
             torch.backends.mha.set_fastpath_enabled(fastpath)
-            for module, training in modes:
-                module.training = training
-            for module, before in attributes:
-                for name in [
-                    name
-                    for name, value in vars(module).items()
-                    if value is not before.get(name) and any(True for _ in tensors_of(value))
-                ]:
-                    vars(module).pop(name)
-                    vars(module).update({name: before[name]} if name in before else {})
-            with torch.no_grad():
-                for buffer, numbers in buffers:
-                    if buffer.shape == numbers.shape and not torch.equal(buffer, numbers):
-                        buffer.copy_(numbers)

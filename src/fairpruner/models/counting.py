@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from fairpruner.models.calling import call, evaluating
+from fairpruner.models.calling import call_checked, evaluating
 from fairpruner.models.experts import plain_experts
 from fairpruner.models.supported import check_supported
 
@@ -28,12 +28,18 @@ def count_params(model: nn.Module) -> int:
 
 
 def count_flops(model: nn.Module, example: Any) -> int:
-    """MACs of one forward pass over the whole example, in eval mode.
+    """MACs of one forward pass over the whole example, in eval mode: a batch of 8 counts eight times.
 
-    >>> count_flops(nn.Linear(3, 2), torch.zeros(1, 3))
-    6
+    A plan's `predicted["flops"]` counts the same way for the example that `discover` was given; `score` and
+    `prune`, left to discover by themselves, give it one sample.
+
+    >>> count_flops(nn.Linear(3, 2), torch.zeros(1, 3)), count_flops(nn.Linear(3, 2), torch.zeros(8, 3))
+    (6, 48)
     """
     check_supported(model)
-    with plain_experts(model), evaluating(model), torch.no_grad(), FlopCounterMode(display=False) as counter:
-        call(model, example)
+    with plain_experts(model), evaluating(model), torch.no_grad():
+        # The counter asks for the gradient of inputs that need one, which a view of a parameter has not.
+        model.requires_grad_(False)
+        with FlopCounterMode(display=False) as counter:
+            call_checked(model, example)
     return int(counter.get_total_flops()) // 2

@@ -119,7 +119,7 @@ def copy_with(model: nn.Module, change: Change) -> nn.Module:
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             fresh = change(name, tensor.detach())
-            fresh = fresh.clone() if fresh.data_ptr() == tensor.data_ptr() else fresh.contiguous()
+            fresh = fresh.clone() if fresh.data_ptr() == tensor.data_ptr() else _laid_out_as(tensor, fresh)
             memo[id(tensor)] = (
                 nn.Parameter(fresh, requires_grad=tensor.requires_grad)
                 if isinstance(tensor, nn.Parameter)
@@ -137,6 +137,20 @@ def copy_with(model: nn.Module, change: Change) -> nn.Module:
     for module, training in zip(fresh_model.modules(), modes, strict=True):
         module.training = training
     return fresh_model
+
+
+def _laid_out_as(tensor: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
+    """`fresh` with its dimensions in the memory order of `tensor`: channels_last stays channels_last."""
+    if 0 in tensor.stride():  # an expanded tensor has no order of its own
+        return fresh.contiguous()
+    strides, step = [0] * fresh.ndim, 1
+    # From the fastest dimension to the slowest; one of length 1 takes no room, so it comes before its equal.
+    for dim in sorted(range(tensor.ndim), key=lambda dim: (tensor.stride(dim), tensor.shape[dim])):
+        strides[dim] = step
+        step *= fresh.shape[dim]
+    if fresh.stride() == tuple(strides):
+        return fresh
+    return fresh.new_empty_strided(fresh.shape, strides).copy_(fresh)
 
 
 # Which attribute tells the length of which side of the module's weight. A transposed convolution has its

@@ -1,0 +1,186 @@
+"""All state that a model holds, given back as it was: tensors, plain attributes, hooks, modes, gradients.
+
+A model's forward may write into any of it: caches of anchors or masks, running statistics, counters,
+lists of features. A call that only looks at the model must undo that.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import is_dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fairpruner.errors import FairprunerWarning
+from fairpruner.models.randomness import restore_generator
+
+# Parameters are copied only if all of them fit in so many bytes: a forward that writes into them is rare.
+# Beyond, a write is noticed and told.
+COPIED_PARAMETERS = 1 << 30
+# Objects inside objects are looked into so deep; a model may hold a trainer, and that the whole program.
+DEPTH = 2
+FOREIGN = sys.stdlib_module_names | {"torch", "numpy", "accelerate"}
+
+Undo = Callable[[], object]
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Afterwards all that can be reached from the model is as it was, also after an exception.
+
+    >>> class Cached(nn.Linear):
+    ...     shape = None
+    ...     def forward(self, x):
+    ...         self.shape = x.shape
+    ...         return super().forward(x)
+    >>> model = Cached(3, 2)
+    >>> with unchanged(model):
+    ...     _ = model(torch.ones(1, 3))
+    >>> model.shape
+    """
+    memory = _Memory(model)
+    try:
+        yield
+    finally:
+        memory.restore()
+
+
+class _Memory:
+    """How to undo every change to what can be reached from a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._undo: list[Undo] = []
+        self._alive: list[Any] = []  # keeps ids from being used again
+        self._seen: set[int] = set()
+        self._copying = sum(p.nbytes for p in model.parameters()) <= COPIED_PARAMETERS
+        waiting: list[tuple[Any, int]] = [(model, 0)]
+        while waiting:
+            value, depth = waiting.pop()
+            if id(value) not in self._seen:
+                self._seen.add(id(value))
+                self._alive.append(value)
+                waiting += self._remember(value, depth)
+
+    def restore(self) -> None:
+        """Undo all changes."""
+        with ExitStack() as stack:  # one that cannot be undone does not keep the others from it
+            for undo in self._undo:
+                stack.callback(undo)
+
+    def _remember(self, value: Any, depth: int) -> list[tuple[Any, int]]:
+        """Note the present state of one thing, and return what it holds."""
+        if isinstance(value, Tensor):
+            self._undo += _tensor(value, copying=self._copying or not isinstance(value, nn.Parameter))
+            return []
+        if isinstance(value, nn.Module):
+            if getattr(value, "max_norm", None):  # an embedding that shortens its rows as it reads them
+                self._undo += [_values(p) for p in value.parameters(recurse=False)]
+            return self._remember(vars(value), depth)
+        if isinstance(value, dict):
+            self._undo.append(partial(_restore_dict, value, list(value.items())))
+            return [(item, depth) for item in value.values()]
+        if isinstance(value, (list, deque)):
+            self._undo.append(partial(_restore_sequence, value, list(value)))
+            return [(item, depth) for item in value]
+        if isinstance(value, set):
+            self._undo.append(partial(_restore_set, value, set(value)))
+            return []
+        if isinstance(value, (tuple, frozenset)):
+            return [(item, depth) for item in value]
+        generator = restore_generator(value)
+        if generator is not None:
+            self._undo.append(generator)
+            return []
+        return [(vars(value), depth + 1)] if depth < DEPTH and _holds_state(value) else []
+
+
+def _holds_state(value: Any) -> bool:
+    """Whether an object is of a class that may belong to the model: no class, function or foreign object."""
+    if isinstance(value, type) or not hasattr(value, "__dict__") or callable(value):
+        return False
+    package = type(value).__module__.partition(".")[0]
+    return isinstance(value, SimpleNamespace) or is_dataclass(value) or package not in FOREIGN
+
+
+def _tensor(tensor: Tensor, *, copying: bool) -> Iterator[Undo]:
+    """How to undo changes to one tensor; its gradient is laid aside, so that nothing is added to it."""
+    if tensor.is_leaf:
+        if tensor.grad is not None:
+            yield partial(setattr, tensor, "grad", tensor.grad)
+            tensor.grad = None
+        elif tensor.requires_grad:
+            yield partial(setattr, tensor, "grad", None)
+        yield partial(_restore_flag, tensor, tensor.requires_grad)
+    if tensor.is_meta or tensor.layout is not torch.strided:
+        return
+    yield partial(_restore_memory, tensor, tensor.detach())
+    if copying:
+        yield _values(tensor)
+    elif not tensor.is_inference():
+        yield partial(_warn_if_written, tensor, tensor._version)
+
+
+def _values(tensor: Tensor) -> Undo:
+    return partial(_restore_values, tensor, tensor.detach().clone())
+
+
+def _restore_dict(held: dict[Any, Any], before: list[tuple[Any, Any]]) -> None:
+    now = list(held.items())
+    if len(now) != len(before) or any(
+        key is not old_key or value is not old
+        for (key, value), (old_key, old) in zip(now, before, strict=True)
+    ):
+        # Past what a subclass makes of these methods; an OrderedDict keeps an order besides the dict's.
+        kind = OrderedDict if isinstance(held, OrderedDict) else dict
+        kind.clear(held)
+        for key, value in before:
+            kind.__setitem__(held, key, value)
+
+
+def _restore_sequence(held: list[Any] | deque[Any], before: list[Any]) -> None:
+    if len(held) != len(before) or any(a is not b for a, b in zip(held, before, strict=True)):
+        held.clear()
+        held.extend(before)
+
+
+def _restore_set(held: set[Any], before: set[Any]) -> None:
+    if held != before:
+        held.clear()
+        held.update(before)
+
+
+def _restore_flag(tensor: Tensor, requires_grad: bool) -> None:
+    if tensor.requires_grad != requires_grad:
+        tensor.requires_grad_(requires_grad)
+
+
+def _restore_memory(tensor: Tensor, before: Tensor) -> None:
+    """Point a tensor whose `.data` was replaced at its own numbers again."""
+    if tensor.data_ptr() != before.data_ptr() or tensor.shape != before.shape:
+        tensor.data = before
+
+
+def _restore_values(tensor: Tensor, before: Tensor) -> None:
+    # Inference mode writes into any tensor, also one made in it, and counts no new version.
+    with torch.inference_mode():
+        if not torch.equal(tensor, before):
+            tensor.copy_(before)
+
+
+def _warn_if_written(tensor: Tensor, version: int) -> None:
+    if tensor._version != version:
+        warnings.warn(
+            f"The model's forward wrote into a parameter of shape {list(tensor.shape)}, and it stays so: the"
+            f" parameters take more than {COPIED_PARAMETERS >> 20} MB, so they were not copied before."
+            " Keep such numbers in a buffer.",
+            FairprunerWarning,
+            stacklevel=2,
+        )

@@ -1,0 +1,298 @@
+"""A call that only looks at a model leaves all state of it, and the example, as they were."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fairpruner as fp
+from fairpruner.models import preserving
+from fairpruner.models.calling import copied, evaluating
+
+SIZE = 5
+
+
+class Anchored(nn.Module):
+    """Keeps anchors for the last shape of its input, as Ultralytics' detection head does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shape: tuple[int, ...] | None = None
+        self.anchors = torch.empty(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.shape != tuple(x.shape):
+            self.shape, self.anchors = tuple(x.shape), torch.arange(float(x.shape[0]), dtype=x.dtype)
+        return x + self.anchors[:, None].to(x)
+
+
+class Counting(nn.Module):
+    """Writes into a buffer, a tensor, a number, containers and an object of its own in every forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(1))
+        self.kept = torch.zeros(2)
+        self.calls = 0
+        self.by_name: dict[str, Any] = {"mean": [0.0], "last": torch.zeros(1)}
+        self.recent: deque[int] = deque(maxlen=2)
+        self.seen: set[int] = set()
+        self.own = SimpleNamespace(calls=0, cache=[])
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        self.kept.add_(1)
+        self.calls += 1
+        self.by_name["mean"].append(float(x.detach().mean()))
+        self.by_name["last"].fill_(7)
+        self.by_name[f"call {self.calls}"] = x.detach().clone()
+        self.recent.append(self.calls)
+        self.seen.add(self.calls)
+        self.own.calls += 1
+        self.own.cache.append(x.detach())
+        self.new_attribute = x.detach()
+        return x
+
+
+class Writing(nn.Module):
+    """Writes into its parameters, one of them an embedding that shortens its rows as it reads them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 6, max_norm=0.1)
+        self.centre = nn.Parameter(torch.zeros(6), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.centre.lerp_(x.detach().mean(0).to(self.centre), 0.5)
+        with torch.no_grad():
+            found: Tensor = self.table(torch.arange(len(x)) % 4)
+        return x + found.to(x)
+
+
+class Drawing(nn.Module):
+    """Draws random numbers of every kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(1)
+        self.rng = np.random.default_rng(2)
+        self.python = random.Random(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = torch.rand(1, generator=self.generator)
+        noise = random.random() + np.random.rand() + self.rng.random() + self.python.random()  # noqa: NPY002
+        return x + 0 * (torch.rand(1) + own + noise).to(x)
+
+
+class Hooking(nn.Module):
+    """Registers hooks on itself and freezes a weight while it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.inner.register_forward_hook(lambda *_: None)
+        self.inner.training = True
+        x = x + self.scale * self.inner(x)
+        self.scale.requires_grad_(False)
+        return x
+
+
+class Normalising(nn.Module):
+    """Normalises its input in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sub_(1).div_(2)
+
+
+STATEFUL: dict[str, Callable[[], nn.Module]] = {
+    "cached anchors": Anchored,
+    "counters and containers": Counting,
+    "parameters": Writing,
+    "random numbers": Drawing,
+    "hooks and modes": Hooking,
+}
+
+
+def model_with(part: nn.Module) -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(4, 6), part, nn.ReLU(), nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2))
+    model.train()
+    model[3].eval()
+    model[0].weight.grad = torch.full_like(model[0].weight, 3.0)
+    return model
+
+
+def state_of(value: Any) -> Any:
+    """All that a model holds, as values that can be compared."""
+    if isinstance(value, Tensor):
+        grad = value.grad if value.is_leaf else None
+        return (
+            value.tolist(),
+            value.dtype,
+            value.requires_grad,
+            value.data_ptr(),
+            None if grad is None else (id(grad), grad.tolist()),
+        )
+    if isinstance(value, torch.Generator):
+        return value.get_state().tolist()
+    if isinstance(value, np.random.Generator):
+        return str(value.bit_generator.state)
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, Mapping):
+        return [(key, state_of(item)) for key, item in value.items()]
+    if isinstance(value, (list, tuple, deque)):
+        return [state_of(item) for item in value]
+    if isinstance(value, (nn.Module, SimpleNamespace)):
+        return [type(value), state_of(vars(value))]
+    return value if isinstance(value, (int, float, str, set, type(None))) else id(value)
+
+
+def everything(model: nn.Module) -> Any:
+    drawn = random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()  # noqa: NPY002
+    return copy.deepcopy((state_of(model), drawn, torch.backends.mha.get_fastpath_enabled()))
+
+
+def data() -> list[tuple[Tensor, Tensor]]:
+    return [(torch.ones(SIZE, 4) + number, torch.arange(SIZE) % 2) for number in range(2)]
+
+
+def failing(*_: Any) -> Tensor:
+    raise ValueError("a loss that fails")
+
+
+def calls(model: nn.Module, example: Tensor, batches: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Every call that only looks, by name."""
+    yield "discover", lambda: fp.discover(model, example)
+    spaces = fp.discover(model, example)
+    plan = fp.Plan.removing(spaces, {"3": (1, 5)})
+    yield "score", lambda: fp.score(model, batches, spaces=spaces)
+    yield "score by deletion", lambda: fp.score(model, batches, spaces=spaces, protection="deletion")
+    yield "score in groups", lambda: fp.score(model, batches, spaces=spaces, groups=2)
+    yield "count_params", lambda: fp.count_params(model)
+    yield "count_flops", lambda: fp.count_flops(model, example)
+    yield "measure", lambda: fp.measure(model, example, batch_sizes=[1], repeats=1, memory=False)
+    yield "latency_table", lambda: fp.latency_table(model, example, spaces, repeats=1)
+    yield "cut", lambda: fp.cut(model, plan)
+    yield "mask", lambda: fp.mask(model, plan)
+    methods = ["mean", "least_squares", "sequential", "batchnorm"]
+    yield "repair", lambda: fp.repair(fp.cut(model, plan), model, plan, batches, method=methods)
+    yield "repair of it", lambda: fp.repair(model, model, fp.Plan.removing(spaces, {}), batches)
+    yield "prune", lambda: fp.prune(model, batches, alpha=0.2)
+
+
+def after_each(part: nn.Module, check: Callable[[str], None], model: nn.Module, example: Tensor) -> None:
+    batches = data()
+    for name, act in calls(model, example, batches):
+        act()
+        check(name)
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_looking_leaves_every_state_as_it_was(name: str) -> None:
+    model, example = model_with(STATEFUL[name]()), torch.ones(SIZE, 4)
+    model(torch.ones(3, 4))  # caches are filled, for a shape of its own
+    before = everything(model)
+
+    def check(called: str) -> None:
+        assert everything(model) == before, called
+
+    after_each(model[1], check, model, example)
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_a_failing_call_leaves_every_state_as_it_was(name: str) -> None:
+    model, example = model_with(STATEFUL[name]()), torch.ones(SIZE, 4)
+    spaces = fp.discover(model, example)
+    plan = fp.Plan.removing(spaces, {"3": (1, 5)})
+    small, before = fp.cut(model, plan), everything(model)
+    wrong = torch.ones(SIZE, 3)
+    for act in (
+        lambda: fp.discover(model, wrong),
+        lambda: fp.count_flops(model, wrong),
+        lambda: fp.measure(model, wrong, memory=False),
+        lambda: fp.score(model, [*data(), (wrong, torch.zeros(SIZE))], spaces=spaces),
+        lambda: fp.repair(small, model, plan, [*data(), (wrong, torch.zeros(SIZE))]),
+    ):
+        with pytest.raises(fp.FairprunerError):
+            act()
+        assert everything(model) == before
+    for act in (
+        lambda: fp.score(model, data(), spaces=spaces, loss=failing),
+        lambda: fp.repair(small, model, plan, data(), loss=failing),
+    ):
+        with pytest.raises((ValueError, fp.FairprunerError)):
+            act()
+        assert everything(model) == before
+
+
+def test_a_model_that_normalises_in_place_overwrites_neither_example_nor_batches() -> None:
+    model = nn.Sequential(
+        Normalising(), nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2)
+    )
+    example, batches = torch.ones(SIZE, 4), data()
+    for name, act in calls(model, example, batches):
+        act()
+        assert torch.equal(example, torch.ones(SIZE, 4)), name
+        assert all(torch.equal(x, y) for (x, _), (y, _) in zip(batches, data(), strict=True)), name
+    fp.recover(model, batches, epochs=1)
+    assert all(torch.equal(x, y) for (x, _), (y, _) in zip(batches, data(), strict=True))
+
+
+def test_every_form_of_example_is_copied_whole() -> None:
+    class Cache:
+        def __init__(self) -> None:
+            self.keys = [torch.zeros(2)]
+
+    shared, cache = torch.zeros(3, 2)[:, 0], Cache()
+    own = copied({"a": shared, "b": (shared, [1, "text"]), "cache": cache, "none": None})
+    assert own["a"] is own["b"][0]  # one tensor stays one tensor
+    assert own["b"][1] == [1, "text"]
+    own["a"].add_(1)
+    own["cache"].keys[0].add_(1)
+    own["cache"].keys.append(1)
+    assert not shared.any()
+    assert len(cache.keys) == 1
+    assert not cache.keys[0].any()
+
+
+def test_a_write_into_parameters_too_large_to_copy_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preserving, "COPIED_PARAMETERS", 0)
+    model = model_with(Writing())
+    rows = model[1].table.weight.tolist()
+    with (
+        pytest.warns(fp.FairprunerWarning, match=r"wrote into a parameter of shape \[6\]"),
+        evaluating(model),
+    ):
+        model(torch.ones(3, 4))
+    assert model[1].table.weight.tolist() == rows  # an embedding with max_norm is known to write
+
+
+@pytest.mark.parametrize("removed", [{}, {"0": (1, 5)}])
+def test_cut_and_mask_keep_the_memory_format_of_weights(removed: dict[str, tuple[int, ...]]) -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 4, 3, groups=2)
+    ).to(memory_format=torch.channels_last)
+    linear = nn.Linear(4, 4)
+    linear.weight = nn.Parameter(torch.randn(4, 4).t())  # a matrix that lies by columns
+    model.extend([nn.AdaptiveAvgPool2d(1), nn.Flatten(), linear])
+    plan = fp.Plan.removing(fp.discover(model, torch.zeros(1, 3, 8, 8)), removed)
+    for made in (fp.cut(model, plan), fp.mask(model, plan)):
+        for name, parameter in made.named_parameters():
+            expected = torch.empty(parameter.shape)
+            if expected.ndim == 4:
+                expected = expected.to(memory_format=torch.channels_last)
+            if name == "7.weight":
+                expected = torch.empty(4, 4).t()
+            assert parameter.stride() == expected.stride(), name
