@@ -28,7 +28,15 @@ CROSSING = frozenset(["_to_copy", "copy_", "index", "index_put", "index_put_", "
 
 
 class _Backend(backend_registration._DummyBackendModule):
-    """What `torch.pretend` is: `torch.cuda` in small, its random numbers those of the CPU."""
+    """What `torch.pretend` is: `torch.cuda` in small, its random numbers those of the CPU.
+
+    It is available only inside `devices`, so that other tests of the process find no accelerator.
+    """
+
+    there = False
+
+    def is_available(self) -> bool:
+        return _Backend.there
 
     def device_count(self) -> int:
         return COUNT
@@ -49,19 +57,7 @@ class _Backend(backend_registration._DummyBackendModule):
         pass
 
 
-class _Hook(backend_registration._DummyPrivateUse1Hook):
-    """Says whether there is an accelerator: only inside `devices`, so that other tests find none."""
-
-    there = False
-
-    def is_available(self) -> bool:
-        return _Hook.there
-
-    def has_primary_context(self, dev_id: int) -> bool:
-        return _Hook.there
-
-
-backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=_Backend(), hook=_Hook())
+backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=_Backend())
 
 
 class Pretend(Tensor):
@@ -128,11 +124,11 @@ class _Devices(TorchDispatchMode):
 def devices(*, float64: bool = True) -> Iterator[None]:
     """Inside, `pretend:0` and `pretend:1` are devices."""
     with _Devices(float64):
-        _Hook.there = True
+        _Backend.there = True
         try:
             yield
         finally:
-            _Hook.there = False
+            _Backend.there = False
 
 
 def spread(model: nn.Module, places: Mapping[str, str]) -> nn.Module:
