@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
@@ -292,7 +293,7 @@ def test_load_gives_eval_mode_and_keeps_ties(folder: Path) -> None:
 
 
 def test_shared_tensors_are_stored_once_and_non_persistent_buffers_not_at_all(folder: Path) -> None:
-    with storage.safe_open(folder / "model.safetensors", framework="pt") as file:
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
         names = set(file.keys())
     assert names == set(build().state_dict()) - {"tie2.weight"}
 
@@ -447,7 +448,7 @@ def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
         change(content)
         path.write_text(json.dumps(content))
         return
-    with storage.safe_open(path, framework="pt") as file:
+    with safe_open(path, framework="pt") as file:
         content, tensors = (
             json.loads(file.metadata()["fairpruner"]),
             {k: file.get_tensor(k) for k in file.keys()},  # noqa: SIM118

@@ -10,15 +10,17 @@ from time import perf_counter
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
 
 from fairpruner.allocation import allocate, sweep
 from fairpruner.allocation.diagnostics import Diagnosis, diagnose
+from fairpruner.core import marks
 from fairpruner.core.budget import Budget
+from fairpruner.core.marks import mark
 from fairpruner.core.plan import Plan
-from fairpruner.core.sealed import written_whole
+from fairpruner.core.sealed import write_tensors
+from fairpruner.core.writing import written_whole
 from fairpruner.discovery import discover
 from fairpruner.errors import FairprunerError
 from fairpruner.files.folders import save
@@ -147,17 +149,19 @@ class Outcome:
     seconds: float  # that all the other budgets took together
 
 
-def run(folder: Path) -> Outcome:
-    """Train, score once, prune to half the FLOPs, and leave every file in `folder`."""
+def run(folder: Path, *, force: bool = False) -> Outcome:
+    """Train, score once, prune to half the FLOPs, and leave every file in `folder`; `force` replaces the
+    pruned model of an earlier run.
+    """
     torch.manual_seed(0)
     digits, test = Digits.load()
     model = build()
     _say(f"Training a small CNN on {len(digits.y):,} handwritten digits …")
     train(model, digits, EPOCHS)
     with written_whole(folder / DATA) as temporary, temporary.open("wb") as file:
-        np.savez(file, x=digits.x.numpy(), y=digits.y.numpy())
+        np.savez(file, x=digits.x.numpy(), y=digits.y.numpy(), fairpruner=np.array(mark(marks.DATA)))
     with written_whole(folder / WEIGHTS) as temporary:
-        save_file(model.state_dict(), temporary)
+        write_tensors(temporary, marks.WEIGHTS, {}, model.state_dict())
 
     _say("Scoring it once …")
     batches = list(digits.batches())
@@ -169,7 +173,7 @@ def run(folder: Path) -> Outcome:
     _say("Repairing the cut without training, then training it for one epoch …")
     repaired = repair(small, model, plan, batches, method=REPAIR)
     recovered = recover(repaired, batches, epochs=1)
-    save(recovered, plan, folder / PRUNED, build=f"{__name__}:build")
+    save(recovered, plan, folder / PRUNED, build=f"{__name__}:build", force=force)
     original, plain, mended, trained = (accuracy(net, test) for net in (model, small, repaired, recovered))
 
     start = perf_counter()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +24,6 @@ from fairpruner.core.budget import Budget
 from fairpruner.core.latency import LatencyTable
 from fairpruner.core.spaces import KINDS
 from fairpruner.errors import FairprunerError, FairprunerWarning
-from fairpruner.files.folders import is_folder_file
 from fairpruner.inputs.sources import PRETRAINED, is_zoo, load_model
 from fairpruner.terminal import Shown
 
@@ -48,18 +49,38 @@ def plain_warnings() -> Iterator[None]:
         warnings.formatwarning = usual
 
 
+STOPPED = "Stopped. No output was left half-written."
+
+
+@contextmanager
+def sigterm_as_ctrl_c() -> Iterator[None]:
+    """Inside, a request to end (SIGTERM, as schedulers send it) is a KeyboardInterrupt."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():  # no other may handle signals
+        yield
+        return
+    usual = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, usual)
+
+
 class _Commands(TyperGroup):
-    """A user's mistake becomes one sentence on stderr and exit code 1."""
+    """A user's mistake becomes one sentence on stderr and exit code 1, Ctrl-C one and exit code 130."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            with plain_warnings():
+            with plain_warnings(), sigterm_as_ctrl_c():
                 return super().invoke(ctx)
         except FairprunerError as error:
             print(f"Error: {error}", file=sys.stderr)
             raise typer.Exit(1) from None
         except KeyboardInterrupt as stop:
-            print(stop, file=sys.stderr)  # recovery says how to go on
+            print(str(stop) or STOPPED, file=sys.stderr)  # recovery says how to go on
             raise typer.Exit(130) from None
 
 
@@ -173,7 +194,7 @@ Removal = Annotated[str | None, typer.Option(help="Which of the scored removal s
 Protection = Annotated[str | None, typer.Option(help="Which of the scored protection signals to use.")]
 BatchSize = Annotated[int, typer.Option(help="Samples per batch.")]
 Device = Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, mps, …")]
-Force = Annotated[bool, typer.Option("--force", help="Replace the output if it exists.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace an output that fairpruner wrote before.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 
 
@@ -193,23 +214,6 @@ def trained(source: str, weights: str | None, device: str = "cpu") -> nn.Module:
 def is_first() -> bool:
     """Whether this process is to write and print: the first one of a launcher's job."""
     return os.environ.get("RANK", "0") == "0"
-
-
-def check_room(path: Path, force: bool) -> None:
-    """Refuse before any work is done: a place that cannot be written, or one that is taken; a folder is
-    replaced only if nothing but a pruned model is in it.
-    """
-    nearest = next(parent for parent in path.absolute().parents if parent.exists())
-    if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
-        raise FairprunerError(f"Cannot write {path}: {nearest} is no folder that can be written.")
-    full = path.is_dir() and any(path.iterdir())
-    if (path.is_file() or full) and not force:
-        raise FairprunerError(f"{path} already exists: choose another name, or replace it with --force.")
-    if full and not all(is_folder_file(file.name) for file in path.iterdir()):
-        raise FairprunerError(
-            f"Folder {path} holds more than a pruned model, so --force will not replace it: choose another"
-            " name."
-        )
 
 
 def show(shown: Shown, as_json: bool) -> None:

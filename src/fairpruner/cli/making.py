@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -21,15 +20,16 @@ from fairpruner.cli.common import (
     Skip,
     Weights,
     app,
-    check_room,
     is_first,
     parse_budget,
     parse_names,
     show,
     trained,
 )
+from fairpruner.cli.outputs import MODEL_FOLDER, check_output
 from fairpruner.cli.reading import CALIBRATION, TRAINING, Data, Reading, reads_data
 from fairpruner.cli.tables import show_demo, show_history, show_plan
+from fairpruner.core import marks
 from fairpruner.core.plan import Plan
 from fairpruner.demo import DATA, PRUNED, SCORES, WEIGHTS
 from fairpruner.demo import run as run_demo
@@ -39,6 +39,13 @@ from fairpruner.files.streaming import stream
 from fairpruner.inputs.hugging_face import is_source, place_of
 from fairpruner.recovery.recipe import OPTIMIZERS, SCHEDULES
 from fairpruner.repair import METHODS, Note
+
+KINDS = {
+    DATA: marks.DATA,
+    WEIGHTS: marks.WEIGHTS,
+    SCORES: "scores",
+    PRUNED: MODEL_FOLDER,
+}  # of the demo's files
 
 Folder = Annotated[Path, typer.Option("--output", "-o", help="The folder of the smaller model.")]
 Repair = Annotated[
@@ -86,7 +93,7 @@ def cut(
     as_json: AsJson = False,
 ) -> None:
     """Cut the plan's units out of a model, mend what is left if asked, and save the smaller model."""
-    check_room(output, force)
+    check_output(output, MODEL_FOLDER, model, plan, weights, data, force=force)
     chosen = Plan.load(plan)
     if stream_files:
         if not is_source(model) or repair or weights:
@@ -94,8 +101,7 @@ def cut(
                 "--stream cuts the files of an hf: folder as they are: leave out --weights and --repair, or"
                 " leave out --stream."
             )
-        _clear(output)
-        stream(place_of(model), chosen, output, max_shard_size=max_shard_size)
+        stream(place_of(model), chosen, output, max_shard_size=max_shard_size, force=force)
         show(show_plan(chosen, str(output)), as_json)
         return
     net = trained(model, weights, device)
@@ -106,7 +112,7 @@ def cut(
         small = fp.repair(
             small, net, chosen, reading.read(model, net, data), method=parse_names(repair), notes=notes
         )
-    _save(small, chosen, output, model, max_shard_size)
+    fp.save(small, chosen, output, build=model, max_shard_size=max_shard_size, force=force)
     show(show_plan(chosen, str(output), notes), as_json)
 
 
@@ -141,7 +147,7 @@ def recover(
     """Fine-tune a pruned model; start it with `accelerate launch -m fairpruner` for several processes or
     mixed precision.
     """
-    check_room(output, force)
+    check_output(output, MODEL_FOLDER, folder, data, model, validation, checkpoints, teacher, force=force)
     small, plan = fp.load(folder, build=model), Plan.load(folder / "plan.json")
     recipe = fp.Recipe(
         optimizer=optimizer,
@@ -163,7 +169,7 @@ def recover(
         on_epoch=history.append,
     )
     if is_first():
-        _save(better, plan, output, model)
+        fp.save(better, plan, output, build=model, force=force)
         show(show_history(history, str(output)), as_json)
 
 
@@ -215,7 +221,7 @@ def prune(
     """The whole job: score, plan, cut, mend and train, once or in rounds; ends with the folder of a
     smaller model.
     """
-    check_room(output, force)
+    check_output(output, MODEL_FOLDER, model, data, weights, train, checkpoints, force=force)
     net = trained(model, weights, device)
     small, plan = fp.prune(
         net,
@@ -240,7 +246,7 @@ def prune(
         },
     )
     if is_first():
-        _save(small, plan, output, model)
+        fp.save(small, plan, output, build=model, force=force)
         show(show_plan(plan, str(output)), as_json)
 
 
@@ -253,12 +259,10 @@ def demo(
     as_json: AsJson = False,
 ) -> None:
     """Train a small CNN on handwritten digits, score it once, and prune it to half its FLOPs."""
-    for name in (DATA, WEIGHTS, SCORES, PRUNED):
-        check_room(output / name, force)
-    if (output / PRUNED).is_dir():
-        shutil.rmtree(output / PRUNED)
+    for name, kind in KINDS.items():
+        check_output(output / name, kind, force=force)
     torch.set_num_threads(1)  # the tensors are so small that threads would only wait for each other
-    show(show_demo(run_demo(output), str(output)), as_json)
+    show(show_demo(run_demo(output, force=force), str(output)), as_json)
 
 
 def _shuffled(batches: Iterable[Any]) -> Iterable[Any]:
@@ -266,16 +270,3 @@ def _shuffled(batches: Iterable[Any]) -> Iterable[Any]:
     if not isinstance(batches, DataLoader):
         return batches
     return DataLoader(batches.dataset, batches.batch_size, shuffle=True, collate_fn=batches.collate_fn)
-
-
-def _save(
-    small: torch.nn.Module, plan: Plan, folder: Path, source: str, max_shard_size: str = SHARD_SIZE
-) -> None:
-    """Write a model's folder, in place of one that `check_room` found replaceable."""
-    _clear(folder)
-    fp.save(small, plan, folder, build=source, max_shard_size=max_shard_size)
-
-
-def _clear(folder: Path) -> None:
-    if folder.is_dir():
-        shutil.rmtree(folder)

@@ -21,12 +21,12 @@ from fairpruner.cli.common import (
     ScoresFile,
     Weights,
     app,
-    check_room,
     parse_names,
     parse_shape,
     show,
     trained,
 )
+from fairpruner.cli.outputs import check_output
 from fairpruner.core.scores import Scores
 from fairpruner.errors import FairprunerError
 from fairpruner.inputs.sources import example_for
@@ -111,7 +111,7 @@ def latency(
     """Measure once how long a scored model takes at any widths, on this machine: then `plan --keep
     latency=0.6 --latency FILE` needs no model.
     """
-    check_room(output, force)
+    check_output(output, "latency table", model, scores, weights, force=force)
     spaces = Scores.load(scores).spaces
     net = trained(model, weights, device)
     example = _example(model, net, shape, device)

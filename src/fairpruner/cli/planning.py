@@ -26,7 +26,6 @@ from fairpruner.cli.common import (
     Skip,
     Weights,
     app,
-    check_room,
     is_first,
     parse_budget,
     parse_multiple,
@@ -38,6 +37,7 @@ from fairpruner.cli.common import (
     show,
     trained,
 )
+from fairpruner.cli.outputs import check_output
 from fairpruner.cli.reading import CALIBRATION, Data, Length, Reading, Size, TextColumn, reads_data
 from fairpruner.cli.tables import show_plan, show_scores, show_spaces, show_sweep
 from fairpruner.core.budget import BUDGETS, Metric
@@ -131,7 +131,7 @@ def score(
     as_json: AsJson = False,
 ) -> None:
     """Score every unit of a model on calibration data, once: every budget after that is instant."""
-    check_room(output, force)
+    check_output(output, "scores", model, data, weights, force=force)
     net = trained(model, weights, device)
     if is_rows(data) and reading.label_column is None and not is_causal(net):
         raise FairprunerError(
@@ -213,7 +213,7 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Choose the units that go, for a budget or a tolerance, without the model."""
-    check_room(output, force)
+    check_output(output, "plan", scores, latency, force=force)
     loaded = Scores.load(scores).using(removal, protection)
     budget = parse_budget(keep) if keep else None
     if kinds or skip:

@@ -8,7 +8,9 @@ from typing import Annotated
 import typer
 
 import fairpruner as fp
-from fairpruner.cli.common import AsJson, Force, Latency, Protection, Removal, app, check_room, show
+from fairpruner.cli.common import AsJson, Force, Latency, Protection, Removal, app, show
+from fairpruner.cli.outputs import check_output
+from fairpruner.core.marks import FIGURE, PAGE
 from fairpruner.core.scores import Scores
 from fairpruner.reporting.plots import FIGURES, draw
 from fairpruner.terminal import Shown
@@ -40,7 +42,7 @@ def report(
     as_json: AsJson = False,
 ) -> None:
     """Write a page on which every plan of the scores can be looked at and chosen."""
-    check_room(output, force)
+    check_output(output, PAGE, source, plan, measured, latency, force=force)
     told = fp.report(
         source if source.is_dir() else Scores.load(source).using(removal, protection),
         plan,
@@ -72,6 +74,6 @@ def plot(
 ) -> None:
     """Draw one of the paper's figures."""
     place = output or Path(f"{figure}.png")
-    check_room(place, force)
+    check_output(place, FIGURE, source, force=force)
     draw(figure, source, place)
     print(place)

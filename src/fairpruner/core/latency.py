@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from fairpruner.core.arrays import Floats, Ints
-from fairpruner.core.sealed import Json, read_json, understanding, write_json
+from fairpruner.core.reading import understanding
+from fairpruner.core.sealed import Json, read_json, write_json
 from fairpruner.core.spaces import Factor, Spaces
 from fairpruner.errors import FairprunerError, another_model
 

@@ -12,7 +12,8 @@ import numpy as np
 
 from fairpruner.core.budget import METRICS
 from fairpruner.core.costs import predict
-from fairpruner.core.sealed import Json, read_json, understanding, write_json
+from fairpruner.core.reading import understanding
+from fairpruner.core.sealed import Json, read_json, write_json
 from fairpruner.core.spaces import Spaces
 from fairpruner.errors import FairprunerError
 

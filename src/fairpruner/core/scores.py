@@ -12,8 +12,10 @@ import numpy as np
 import torch
 
 from fairpruner.core.arrays import Floats
-from fairpruner.core.sealed import read_tensors, understanding, write_tensors, written_whole
+from fairpruner.core.reading import understanding
+from fairpruner.core.sealed import read_tensors, write_tensors
 from fairpruner.core.spaces import Spaces, UnitSpace
+from fairpruner.core.writing import written_whole
 from fairpruner.errors import FairprunerError, unknown
 
 SIGNALS = ("removals", "protections", "halves")  # the arrays of a Scores

@@ -6,44 +6,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
+from fairpruner.core.reading import parse_json, read_text
+from fairpruner.core.tensor_files import read_all, save_tensors
+from fairpruner.core.writing import written_whole
 from fairpruner.errors import FairprunerError
 
 Json = dict[str, Any]
 VERSION = 1  # of every file written here
 WIDTH = 120  # of a line of a readable file
-
-
-@contextmanager
-def written_whole(path: str | Path) -> Iterator[Path]:
-    """A sibling to write a file or a folder to: it takes the name `path` only when all is written, and is
-    gone if anything fails.
-    """
-    path = Path(os.path.abspath(path))
-    temporary = path.parent / f".{path.name}.{uuid4().hex[:8]}"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            yield temporary
-            os.replace(temporary, path)
-        finally:
-            if temporary.is_dir():
-                shutil.rmtree(temporary)
-            else:
-                temporary.unlink(missing_ok=True)
-    except (OSError, SafetensorError) as error:
-        raise FairprunerError(f"Cannot write {path}: {error}. Choose a place that can be written.") from error
 
 
 def write_json(path: str | Path, kind: str, content: Json) -> None:
@@ -53,24 +29,14 @@ def write_json(path: str | Path, kind: str, content: Json) -> None:
 
 
 def write_tensors(path: Path, kind: str, content: Json, tensors: Mapping[str, torch.Tensor]) -> None:
-    path.touch()
-    mode = path.stat().st_mode  # safetensors would leave a file that only its owner can read
-    save_file(
-        dict(tensors), path, metadata={"format": "pt", "fairpruner": compact(_sealed(kind, content, tensors))}
-    )
-    path.chmod(mode)
+    """Write one sealed safetensors file; the same values give the same bytes."""
+    save_tensors(path, tensors, {"fairpruner": compact(_sealed(kind, content, tensors)), "format": "pt"})
 
 
 def read_tensors(path: Path, kind: str) -> tuple[Json, dict[str, torch.Tensor]]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            text = (file.metadata() or {}).get("fairpruner")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-    except OSError as error:
-        raise FairprunerError(f"Cannot read {path}: {error}.") from error
-    except SafetensorError as error:
-        raise FairprunerError(f"{path} is no safetensors file, or only a part of one: {error}.") from error
-    return _opened(text or "{}", path, kind, tensors), tensors
+    """The content and the tensors of a sealed safetensors file of one kind."""
+    metadata, tensors = read_all(path)
+    return _opened(metadata.get("fairpruner", "{}"), path, kind, tensors), tensors
 
 
 def _sealed(kind: str, content: Json, tensors: Mapping[str, torch.Tensor] | None = None) -> Json:
@@ -79,20 +45,12 @@ def _sealed(kind: str, content: Json, tensors: Mapping[str, torch.Tensor] | None
 
 def read_json(path: str | Path, kind: str) -> Json:
     """The content of a sealed JSON file of one kind."""
-    path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise FairprunerError(f"Cannot read {path}: {error}.") from error
-    return _opened(text, path, kind)
+    return _opened(read_text(path), Path(path), kind)
 
 
 def _opened(text: str, path: Path, kind: str, tensors: Mapping[str, torch.Tensor] | None = None) -> Json:
     """The content of a file, once it is known to be ours, of this kind, not newer and not altered."""
-    try:
-        content = json.loads(text)
-    except ValueError as error:
-        raise FairprunerError(f"{path} is no JSON file, or only a part of one: {error}.") from error
+    content = parse_json(text, path)
     found = content.get("format") if isinstance(content, dict) else None
     if found != f"fairpruner {kind}":
         raise FairprunerError(
@@ -111,16 +69,6 @@ def _opened(text: str, path: Path, kind: str, tensors: Mapping[str, torch.Tensor
             f"{path} was altered after it was written, its digest does not fit its content: {advice}"
         )
     return dict(content)
-
-
-@contextmanager
-def understanding(path: str | Path) -> Iterator[None]:
-    """Turn a failure to make sense of a file's content into one sentence that names the file."""
-    try:
-        yield
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, FairprunerError) as error:
-        detail = str(error) if isinstance(error, FairprunerError) else f"{type(error).__name__}: {error}"
-        raise FairprunerError(f"The content of {path} does not make sense. {detail}") from error
 
 
 def digest(content: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | None = None) -> str:

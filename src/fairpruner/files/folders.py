@@ -12,14 +12,17 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from fairpruner.core.marks import kind_of
 from fairpruner.core.plan import Plan
-from fairpruner.core.sealed import VERSION, Json, digest, read_tensors, readable, write_tensors, written_whole
+from fairpruner.core.sealed import VERSION, Json, digest, read_tensors, readable, write_tensors
+from fairpruner.core.writing import written_whole
 from fairpruner.errors import FairprunerError
 from fairpruner.files import MODEL, PLAN, REPORT
 from fairpruner.files.checkpoint_layout import as_in_files
 from fairpruner.files.pretrained_files import CONFIG, PRETRAINED_FILES, write_pretrained_files
-from fairpruner.files.shards import INDEX, SHARD, parse_size, shard_files, write_shards
+from fairpruner.files.shards import SHARD, parse_size, write_shards
 from fairpruner.inputs.hugging_face import is_model, is_source, pretrained
+from fairpruner.inputs.shard_index import INDEX, shard_files
 from fairpruner.inputs.sources import factory_of
 from fairpruner.models.counting import count_params
 from fairpruner.models.narrowing import kept_indices
@@ -38,13 +41,14 @@ def save(
     *,
     build: str | None = None,
     max_shard_size: str | int = SHARD_SIZE,
+    force: bool = False,
 ) -> None:
     """Write a cut model to a new folder: plan.json, model.safetensors, report.json and a README.md that
     says how to load it.
 
     `build` is the source of the original architecture ("timm:resnet18"), for that README. A model of
     Hugging Face gets all that `transformers` reads, its tensors in files of at most `max_shard_size`,
-    and, if `build` is its "hf:" source, its tokenizer.
+    and, if `build` is its "hf:" source, its tokenizer. `force` replaces a folder that `save` wrote before.
 
     >>> import fairpruner as fp, tempfile
     >>> def build(): return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -60,7 +64,7 @@ def save(
     check_supported(small)
     _check_is_cut(small, plan)
     state = _state(small)
-    with new_folder(folder) as temporary:
+    with new_folder(folder, force=force) as temporary:
         write_papers(small, plan, temporary, build)
         if is_model(small):
             write_shards(
@@ -105,26 +109,41 @@ def load(folder: str | Path, build: Callable[[], nn.Module] | str | None = None)
     return _apart_from_files(small).eval()
 
 
-def is_folder_file(name: str) -> bool:
-    """Whether a file of this name is one that `save` writes."""
-    return (
-        name in {PLAN, MODEL, REPORT, README, INDEX, *PRETRAINED_FILES} or SHARD.fullmatch(name) is not None
-    )
-
-
 @contextmanager
-def new_folder(folder: str | Path) -> Iterator[Path]:
-    """A place to write a folder to, which takes its name when all is written; one that holds something is
-    refused.
+def new_folder(folder: str | Path, *, force: bool) -> Iterator[Path]:
+    """A place to write a folder to, which takes its name when all is written; a folder that holds something is
+    refused, with `force` only if `save` did not write it.
     """
     folder = Path(folder)
-    if folder.is_dir() and any(folder.iterdir()):
+    _check_room(folder, force)
+    with written_whole(folder, over_folder=force) as temporary:
+        temporary.mkdir()
+        yield temporary
+        _check_room(folder, force)  # hours may have passed
+
+
+def _check_room(folder: Path, force: bool) -> None:
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return
+    if not force:
         raise FairprunerError(
             f"Folder {folder} already exists and is not empty: choose another name, or remove it first."
         )
-    with written_whole(folder) as temporary:
-        temporary.mkdir()
-        yield temporary
+    check_replaceable(folder)
+
+
+def check_replaceable(folder: Path) -> None:
+    """Refuse to replace a folder that `save` did not write, or one that something was added to."""
+    advice = "so it is not replaced: choose another name, or remove it yourself."
+    if kind_of(folder / PLAN) != "plan":
+        raise FairprunerError(f"Folder {folder} holds no {PLAN} of fairpruner, {advice}")
+    for entry in sorted(folder.iterdir()):
+        known = entry.name in {PLAN, REPORT, README, INDEX, *PRETRAINED_FILES}
+        tensors = entry.name == MODEL or SHARD.fullmatch(entry.name) is not None
+        if entry.is_symlink() or not (known or (tensors and kind_of(entry) == "model")):
+            raise FairprunerError(
+                f"Folder {folder} holds {entry.name}, which fairpruner did not write, {advice}"
+            )
 
 
 def write_papers(small: nn.Module, plan: Plan, folder: Path, build: str | None) -> None:

@@ -12,7 +12,8 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,6 +22,8 @@ import torch
 from torch import nn
 
 from fairpruner.core.plan import Plan
+from fairpruner.core.writing import is_at_or_below
+from fairpruner.errors import FairprunerWarning
 from fairpruner.inputs import pruned_modeling
 from fairpruner.inputs.hugging_face import auto_classes, is_source, local_file, place_of
 from fairpruner.models.attention import STAND_INS
@@ -82,7 +85,7 @@ def write_pretrained_files(small: Any, plan: Plan, folder: Path, source: str | N
     if small.can_generate():
         small.generation_config.to_json_file(folder / GENERATION)
     if source is not None and is_source(source):
-        _copy_preprocessing(place_of(source), folder)
+        copy_files(place_of(source), PREPROCESSING_FILES, folder)
     return served
 
 
@@ -265,8 +268,20 @@ def _obstacle(small: Any, original: Any, config: Any, plan: Plan) -> str | None:
     return None
 
 
-def _copy_preprocessing(place: str, folder: Path) -> None:
-    for name in PREPROCESSING_FILES:
+def copy_files(place: str, names: Iterable[str], folder: Path) -> None:
+    """Copy some files of a model's folder or hub name; a symbolic link that leads out of the folder may lead
+    to anything, and is not followed.
+    """
+    for name in names:
         file = local_file(place, name)
-        if file is not None:
-            shutil.copyfile(file, folder / name)
+        if file is None:
+            continue
+        if Path(place).is_dir() and not is_at_or_below(file, place):
+            warnings.warn(
+                f"{file} is a symbolic link that leads out of its folder, and was not copied: copy what it"
+                " leads to yourself if it belongs to the model.",
+                FairprunerWarning,
+                stacklevel=2,
+            )
+            continue
+        shutil.copyfile(file, folder / name)

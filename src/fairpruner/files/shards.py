@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,8 +13,8 @@ import torch
 from fairpruner.core.sealed import Json, readable, write_tensors
 from fairpruner.errors import FairprunerError
 from fairpruner.files import MODEL
+from fairpruner.inputs.shard_index import INDEX
 
-INDEX = "model.safetensors.index.json"
 SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -74,19 +73,3 @@ def write_shards(
     (folder / INDEX).write_text(
         readable({"metadata": {"total_size": total}, "weight_map": places}) + "\n", encoding="utf-8"
     )
-
-
-def shard_files(folder: Path) -> list[Path]:
-    """The files that hold the tensors of a folder, in order."""
-    index = folder / INDEX
-    if not index.is_file():
-        return [folder / MODEL] if (folder / MODEL).is_file() else []
-    try:
-        return [
-            folder / name
-            for name in sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        ]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise FairprunerError(
-            f"{index} cannot be read as an index of tensors: {type(error).__name__}: {error}."
-        ) from error

@@ -4,7 +4,6 @@ memory as a whole.
 
 from __future__ import annotations
 
-import shutil
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,12 +15,14 @@ from safetensors import SafetensorError, safe_open
 
 from fairpruner.core.arrays import Ints
 from fairpruner.core.plan import Plan
+from fairpruner.core.writing import is_at_or_below
 from fairpruner.errors import FairprunerError
 from fairpruner.files.checkpoint_layout import Part, as_in_files, parts_of
 from fairpruner.files.folders import SHARD_SIZE, new_folder, seal, write_papers
-from fairpruner.files.pretrained_files import GENERATION
-from fairpruner.files.shards import parse_size, shard_files, write_shards
-from fairpruner.inputs.hugging_face import PREFIX, architecture, local_file
+from fairpruner.files.pretrained_files import GENERATION, copy_files
+from fairpruner.files.shards import parse_size, write_shards
+from fairpruner.inputs.hugging_face import PREFIX, architecture
+from fairpruner.inputs.shard_index import shard_files
 from fairpruner.models.narrowing import kept_indices
 from fairpruner.surgery import cut
 
@@ -29,16 +30,25 @@ Kept = Mapping[str, Mapping[int, Ints]]  # tensor -> dim -> the indices that sta
 
 
 def stream(
-    place: str | Path, plan: Plan, folder: str | Path, *, max_shard_size: str | int = SHARD_SIZE
+    place: str | Path,
+    plan: Plan,
+    folder: str | Path,
+    *,
+    max_shard_size: str | int = SHARD_SIZE,
+    force: bool = False,
 ) -> None:
     """Write the folder that `save(cut(model, plan))` would write, for the model in the folder `place`,
     without loading the model.
 
     Only its configuration is built. Tensors are read from its safetensors files part by part (a tensor,
     or the experts of one block), cut and written on, so that about one file of `max_shard_size` is in
-    memory.
+    memory. `force` replaces a folder that `save` or `stream` wrote before.
     """
     place = Path(place)
+    if is_at_or_below(place, folder):
+        raise FairprunerError(
+            f"{folder} holds the model that is read: choose another folder for the smaller one."
+        )
     with torch.device("meta"):
         model: Any = architecture(str(place))
     small: Any = cut(model, plan)
@@ -47,11 +57,9 @@ def stream(
     parts = parts_of(model, holders)
     small._weight_conversions = model._weight_conversions
     kept = kept_indices(plan.spaces, plan.removed)
-    with new_folder(folder) as temporary:
+    with new_folder(folder, force=force) as temporary:
         write_papers(small, plan, temporary, f"{PREFIX}:{place}")
-        generation = local_file(str(place), GENERATION)
-        if generation is not None:
-            shutil.copyfile(generation, temporary / GENERATION)
+        copy_files(str(place), (GENERATION,), temporary)
         write_shards(
             temporary,
             _pieces(model, small, parts, holders, kept),

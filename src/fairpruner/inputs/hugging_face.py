@@ -16,6 +16,7 @@ from torch import nn
 
 from fairpruner.errors import FairprunerError
 from fairpruner.inputs.pruned_modeling import pruned
+from fairpruner.inputs.shard_index import check_indexes
 from fairpruner.models.attention import STAND_INS
 
 PREFIX = "hf"
@@ -48,6 +49,7 @@ def pretrained(place: str, original: type[nn.Module] | None = None) -> nn.Module
     """The model with the weights that lie beside its configuration; `original` is its class, where
     transformers does not have it.
     """
+    check_indexes(Path(place))
     with _loading(place):
         config = configuration(place)
         return _plain(

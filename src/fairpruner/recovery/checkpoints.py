@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fairpruner.core.sealed import Json, digest, read_tensors, write_tensors, written_whole
+from fairpruner.core.sealed import Json, digest, read_tensors, write_tensors
+from fairpruner.core.writing import written_whole
 from fairpruner.errors import FairprunerError
 from fairpruner.models.fingerprint import fingerprint
 
@@ -29,8 +30,6 @@ class Checkpoint:
 
 def save_checkpoint(checkpoint: Checkpoint, folder: Path, settings: Json) -> None:
     """Put a checkpoint in the place of the one before; whoever dies meanwhile leaves that one."""
-    for remains in folder.glob(f".{FILE}.*"):  # of a run that was killed while it wrote
-        remains.unlink(missing_ok=True)
     flat = {
         f"{group}/{name}": tensor.detach().cpu().contiguous()
         for group, tensors in checkpoint.tensors.items()

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from fairpruner.recovery.history import Tally
 from fairpruner.terminal import batch_bar
@@ -31,26 +32,24 @@ def training_bar(epochs: int, steps: int | None, *, quiet: bool) -> Iterator[Sho
 
 @contextmanager
 def noticing_interrupts() -> Iterator[threading.Event]:
-    """Ctrl-C sets the event, for half a step is no state to keep; a second one interrupts at once, as
-    ever.
-    """
+    """Ctrl-C and SIGTERM set the event, since half a step is no state to keep; the next one acts as ever."""
     stop = threading.Event()
-    ignored = (
-        signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-    )  # as a shell has it for jobs in the background
-    if (
-        ignored or threading.current_thread() is not threading.main_thread()
-    ):  # no other thread may handle signals
-        yield stop
-        return
+    usual: dict[signal.Signals, Any] = {}
 
     def notice(*_: object) -> None:
         stop.set()
-        signal.signal(signal.SIGINT, usual)
+        restore()
         print("Stopping after this step. Press Ctrl-C again to stop at once.", file=sys.stderr)
 
-    usual = signal.signal(signal.SIGINT, notice)
+    def restore() -> None:
+        for number, handler in usual.items():
+            signal.signal(number, handler)
+
+    if threading.current_thread() is threading.main_thread():  # no other thread may handle signals
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) != signal.SIG_IGN:  # as a shell has it for jobs in the background
+                usual[number] = signal.signal(number, notice)
     try:
         yield stop
     finally:
-        signal.signal(signal.SIGINT, usual)
+        restore()

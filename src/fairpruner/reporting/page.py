@@ -19,9 +19,10 @@ from fairpruner.allocation.diagnostics import plan_order
 from fairpruner.core.arrays import Floats, Ints
 from fairpruner.core.plan import Plan
 from fairpruner.core.scores import Scores
-from fairpruner.core.sealed import VERSION, Json, written_whole
+from fairpruner.core.sealed import VERSION, Json
 from fairpruner.core.spaces import UnitSpace
 from fairpruner.core.tod import conflict_curve, removal_order
+from fairpruner.core.writing import written_whole
 from fairpruner.reporting.facts import Report
 
 STYLES = ("uPlot.min.css", "style.css")

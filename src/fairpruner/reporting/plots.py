@@ -12,9 +12,10 @@ import numpy as np
 
 from fairpruner.allocation import allocate
 from fairpruner.core.budget import METRICS
+from fairpruner.core.marks import FIGURE, mark
 from fairpruner.core.plan import Plan
 from fairpruner.core.scores import Scores
-from fairpruner.core.sealed import written_whole
+from fairpruner.core.writing import written_whole
 from fairpruner.errors import FairprunerError, unknown
 from fairpruner.files import PLAN
 from fairpruner.reporting.measured import read_json
@@ -186,7 +187,8 @@ def save_figure(figure: Figure, path: str | Path) -> None:
             f" *{', *'.join(FORMATS)}."
         )
     with written_whole(path) as temporary:
-        figure.savefig(temporary, format=ending[1:], dpi=160)
+        marked = {"Software" if ending == ".png" else "Creator": mark(FIGURE)}
+        figure.savefig(temporary, format=ending[1:], dpi=160, metadata=marked)
 
 
 def _figure(width: float, height: float) -> Figure:

@@ -1,0 +1,74 @@
+"""Reading files that may come from strangers: in bounded memory, and every fault is one FairprunerError."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+from fairpruner.errors import FairprunerError
+
+TEXT_LIMIT = 256 * 2**20  # bytes of a JSON file; a plan of 1,000 spaces of 4,096 units has 30 MB
+
+
+def check_regular(path: str | Path, *, limit: int | None = None) -> None:
+    """Refuse what is no regular file (a reader of a pipe may wait forever), or one of too many bytes."""
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+        raise FairprunerError(f"Cannot read {path}: {error}.") from error
+    if not stat.S_ISREG(status.st_mode):
+        what = "a folder" if stat.S_ISDIR(status.st_mode) else "a pipe, a socket or a device"
+        raise FairprunerError(f"Cannot read {path}: it is {what}, expected a file.")
+    if limit is not None and status.st_size > limit:
+        raise FairprunerError(
+            f"Cannot read {path}: it has {status.st_size:,} bytes, expected at most {limit:,}."
+        )
+
+
+def read_text(path: str | Path, *, limit: int = TEXT_LIMIT) -> str:
+    """The text of a file in UTF-8."""
+    check_regular(path, limit=limit)
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise FairprunerError(f"Cannot read {path}: {error}.") from error
+
+
+def read_json(path: str | Path) -> Any:
+    """The value in a JSON file of any origin."""
+    return parse_json(read_text(path), path)
+
+
+def parse_json(text: str, path: str | Path) -> Any:
+    """The value of a JSON text from `path`: finite numbers, and text that UTF-8 can hold."""
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant)
+        if "\\u" in text:  # an escape may stand for half a character
+            json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError as error:
+        raise FairprunerError(f"{path} is nested too deeply for a JSON file of fairpruner.") from error
+    except ValueError as error:
+        raise FairprunerError(f"{path} is no JSON file, or only a part of one: {error}.") from error
+    return value
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number that JSON has")
+
+
+@contextmanager
+def understanding(path: str | Path) -> Iterator[None]:
+    """Turn a failure to make sense of a file's content into one sentence that names the file."""
+    try:
+        yield
+    except FairprunerError as error:
+        raise FairprunerError(f"The content of {path} does not make sense. {error}") from error
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
+        raise FairprunerError(
+            f"The content of {path} does not make sense. {type(error).__name__}: {str(error)[:300]}"
+        ) from error
