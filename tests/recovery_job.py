@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-import fairpruner.core.sealed
+import fairpruner.core.tensor_files
 import fairpruner.inputs.batches
 import fairpruner.recovery.training
 from fairpruner.recovery import recover
@@ -101,7 +101,7 @@ MOMENTS: dict[str, tuple[Any, str]] = {
     "average": (fairpruner.recovery.training, "_follow"),
     "validation": (fairpruner.recovery.training, "mean_loss"),
     "save": (fairpruner.recovery.training, "save_checkpoint"),
-    "write": (fairpruner.core.sealed, "save_file"),
+    "write": (fairpruner.core.tensor_files, "save_file"),
     "rename": (os, "replace"),
 }
 
