@@ -354,7 +354,7 @@ def test_what_is_not_supported_says_so() -> None:
     spaces = fp.discover(net, torch.randn(5, 8))
     assert spaces.names == ("0",)
     assert (
-        "tells a number of experts and has no nn.ModuleList of modules alike or module with parameters"
+        "has a number of experts, but no nn.ModuleList of equal modules or module with parameters"
         " [experts, …]" in spaces.left_out["3"]
     )
 
@@ -397,9 +397,9 @@ def experts_without_a_router() -> nn.Module:
 
 
 NO_BLOCK = {
-    Stacks: "tells a number of experts and has no nn.ModuleList",
+    Stacks: "has a number of experts, but no nn.ModuleList",
     named_experts: "its 4 experts are an nn.ModuleDict, expected nn.ModuleList",
-    odd_experts: "its 4 experts differ in their parameters, expected modules alike",
+    odd_experts: "its 4 experts differ in their parameters, expected equal ones",
     experts_without_a_router: "no matrix beside its 4 experts has a row for each",
 }
 

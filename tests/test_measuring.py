@@ -241,8 +241,8 @@ def test_codecarbon_is_asked_for_by_name_when_it_is_missing(
         ({"runtimes": ["onxruntime"]}, "Unknown runtime 'onxruntime': did you mean 'onnxruntime'"),
         ({"runtimes": "eager"}, "runtimes is 'eager', expected a list"),
         ({"runtimes": []}, r"runtimes is \[\]"),
-        ({"threads": 0}, "threads is 0"),
-        ({"repeats": 0}, "repeats is 0"),
+        ({"threads": 0}, "threads=0"),
+        ({"repeats": 0}, "repeats=0"),
     ],
 )
 def test_wrong_input_gets_one_clear_sentence(

@@ -76,3 +76,12 @@ def import_extra(module: str, extra: str, what: str) -> ModuleType:
         raise FairprunerError(
             f"{what} needs {error.name}, which is not installed: pip install 'fairpruner[{extra}]'."
         ) from error
+
+
+def check_whole_number(name: str, value: object, least: int) -> None:
+    """Refuse an argument that is no whole number of at least `least`.
+
+    >>> check_whole_number("rounds", 2, 1)
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise FairprunerError(f"{name}={value!r}, expected a whole number of at least {least}.")

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from fairpruner.allocation import allocate
@@ -17,8 +15,10 @@ from fairpruner.core.budget import Budget
 from fairpruner.core.plan import Plan
 from fairpruner.core.tod import check_alpha
 from fairpruner.discovery import discover
-from fairpruner.errors import FairprunerError, unknown
+from fairpruner.errors import FairprunerError, check_whole_number, unknown
+from fairpruner.inputs.batches import check_rereadable
 from fairpruner.inputs.datasets import example_of
+from fairpruner.models.devices import device_of_model
 from fairpruner.recovery import recover
 from fairpruner.repair import METHODS
 from fairpruner.repair import repair as mend
@@ -71,13 +71,8 @@ def prune(
         if method not in METHODS:
             raise unknown("repair method", method, METHODS)
     for given in (data, train):
-        if isinstance(given, Iterator):
-            raise FairprunerError(
-                f"The data is a {type(given).__name__}, which can be read once, and every round reads it:"
-                " give a loader or a list of batches."
-            )
-    device = next(itertools.chain(model.parameters(), model.buffers()), torch.empty(0)).device
-    spaces = discover(model, example_of(data, device), **options["discover"])
+        check_rereadable(given, "every round reads it")
+    spaces = discover(model, example_of(data, device_of_model(model)), **options["discover"])
     current, whole = model, None
     for done in range(1, rounds + 1):
         scores = score(current, data, spaces=spaces, **options["score"])
@@ -136,8 +131,7 @@ def _check_schedule(keep: Budget | None, alpha: float | None, rounds: int, recov
     if alpha is not None:
         check_alpha(alpha)
     for name, value, least in (("rounds", rounds, 1), ("recover_epochs", recover_epochs, 0)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise FairprunerError(f"{name}={value!r}, expected a whole number of at least {least}.")
+        check_whole_number(name, value, least)
 
 
 def _checked(options: Options) -> Options:

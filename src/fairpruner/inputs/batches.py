@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from fairpruner.errors import FairprunerError
 from fairpruner.inputs.tokens import IGNORED, own_labels, real_tokens, targets_of
 from fairpruner.models.calling import call, describe, tensors_of
+from fairpruner.models.precision import widened
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -124,6 +125,15 @@ def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
+def check_rereadable(data: Any, reason: str, *, name: str = "data") -> None:
+    """Refuse data that can be read only once; `reason` says who reads it again."""
+    if isinstance(data, Iterator):
+        raise FairprunerError(
+            f"The {name} is a {type(data).__name__}, which can be read once, and {reason}: give a loader or a"
+            " list of batches."
+        )
+
+
 def in_halves(batches: Iterator[Batch]) -> Iterator[tuple[int, Batch]]:
     """Batches with the half of the data (0 or 1) each belongs to; a batch that is alone is split in two."""
     first = next(batches, None)
@@ -200,7 +210,7 @@ def _cross_entropy(output: Any, batch: Batch) -> Tensor:
             f"Batch {batch.position} has the label {int(labels.max())}, expected class indices below the"
             f" {logits.shape[1]} logits."
         )
-    return F.cross_entropy(_precise(logits), labels)
+    return F.cross_entropy(widened(logits), labels)
 
 
 def token_losses(output: Any, batch: Batch) -> Tensor | None:
@@ -210,7 +220,7 @@ def token_losses(output: Any, batch: Batch) -> Tensor | None:
     logits, targets = logits_of(output), targets_of(batch.inputs, batch.labels)
     if logits is None or logits.ndim != 3 or targets is None or targets.shape != logits.shape[:2]:
         return None
-    return F.cross_entropy(_precise(logits).movedim(2, 1), targets, ignore_index=IGNORED, reduction="none")
+    return F.cross_entropy(widened(logits).movedim(2, 1), targets, ignore_index=IGNORED, reduction="none")
 
 
 def _token_cross_entropy(logits: Tensor, batch: Batch) -> Tensor:
@@ -229,8 +239,4 @@ def _token_cross_entropy(logits: Tensor, batch: Batch) -> Tensor:
         )
     # Ignoring what is not predicted is quicker than picking the rest out of the logits, which would copy
     # them.
-    return F.cross_entropy(_precise(logits).flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
-
-
-def _precise(logits: Tensor) -> Tensor:
-    return logits if logits.dtype == torch.float64 else logits.float()
+    return F.cross_entropy(widened(logits).flatten(0, 1), targets.flatten(), ignore_index=IGNORED)

@@ -1,4 +1,4 @@
-"""The tokens of a batch of texts: which of them are real, and which token each position has to predict."""
+"""The tokens of a batch of texts: which of them are no padding, and which token each position predicts."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-IGNORED = -100  # stands for a token that is not to be predicted, as in the models of Hugging Face
+IGNORED = -100  # the label of a token that is not predicted, as in Hugging Face models
 
 
 def real_tokens(inputs: Any, reader: str = "") -> Tensor | None:
     """Which tokens are no padding, bool [N, T]; None if the inputs are no batch of texts.
 
-    `reader` names the tensor that reads them: the decoder of an encoder-decoder has tokens of its own.
+    `reader` names the tensor that reads the tokens: an encoder and its decoder have different ones.
 
     >>> ids, mask = torch.tensor([[5, 6], [7, 0]]), torch.tensor([[1, 1], [1, 0]])
     >>> real_tokens({"input_ids": ids, "attention_mask": mask})
@@ -35,17 +35,15 @@ def real_tokens(inputs: Any, reader: str = "") -> Tensor | None:
 
 
 def counted_tokens(inputs: Any, labels: Tensor, reader: str = "") -> Tensor | None:
-    """Which tokens statistics count, bool [N, T]: real ones, and if every token has a label, those to be
-    predicted; None for no texts.
+    """Which tokens enter statistics, bool [N, T]: those that are no padding and, if every token has a
+    label, are predicted; None if the inputs are no batch of texts.
     """
     real = real_tokens(inputs, reader)
     return real if real is None or labels.shape != real.shape else real & (labels != IGNORED)
 
 
 def counted_rows(total: int, inputs: Any, reader: str) -> Tensor:
-    """Which of `total` rows that lie text by text count, [rows]: all of them, but none of the padding of
-    a batch of texts.
-    """
+    """The indices of the rows that count, of `total` rows that lie text by text: all but padding."""
     real = real_tokens(inputs, reader)
     return (
         torch.arange(total)
@@ -61,12 +59,12 @@ def own_labels(inputs: Any) -> Tensor | None:
 
 
 def targets_of(inputs: Any, labels: Tensor) -> Tensor | None:
-    """What each position has to predict, [N, T], IGNORED where nothing; None if neither inputs nor labels
-    are tokens.
+    """What each position predicts, [N, T], IGNORED where it predicts nothing; None if neither inputs nor
+    labels are tokens.
 
-    Labels that repeat the tokens are predicted one ahead, others in place; classes of whole texts stand
-    for no labels. A token that follows padding is not predicted: padding knows nothing, on whichever side
-    it is.
+    Labels that repeat the tokens are shifted: each position predicts the next token. Other labels stay in
+    place. Labels that are classes of whole texts are replaced by the tokens. A token after padding is not
+    predicted, because its position has seen no text, on whichever side the padding is.
 
     >>> targets_of({"input_ids": torch.tensor([[5, 6, 7]])}, torch.tensor([0])).tolist()
     [[6, 7, -100]]

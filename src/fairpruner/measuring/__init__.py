@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fairpruner.errors import FairprunerError
+from fairpruner.errors import FairprunerError, check_whole_number
 from fairpruner.measuring.energy import energy_of
 from fairpruner.measuring.generation import generates, prefill_and_decode
 from fairpruner.measuring.memory import peak_gpu, peak_resident
@@ -91,8 +91,7 @@ def _check(batch_sizes: Sequence[int], runtimes: Sequence[str], repeats: int) ->
         raise FairprunerError(
             f"batch_sizes is {batch_sizes!r}, expected whole numbers of at least 1, such as (1, 8)."
         )
-    if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
-        raise FairprunerError(f"repeats is {repeats!r}, expected a whole number of at least 1.")
+    check_whole_number("repeats", repeats, 1)
 
 
 class _as_used:

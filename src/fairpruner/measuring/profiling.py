@@ -22,7 +22,7 @@ from fairpruner.core.spaces import Spaces, Term
 from fairpruner.core.tod import removal_order
 from fairpruner.discovery.assemble import Accountant
 from fairpruner.discovery.trace import trace
-from fairpruner.errors import FairprunerError
+from fairpruner.errors import FairprunerError, check_whole_number
 from fairpruner.measuring.runtimes import check_runtime, prepared
 from fairpruner.measuring.timing import batched, device_of, finish, machine, settle_memory, threads_of, timed
 from fairpruner.models.calling import call_checked, call_directly, evaluating
@@ -111,8 +111,7 @@ def _check(model: nn.Module, spaces: Spaces, batch_size: int, runtime: str, repe
         model, spaces.fingerprint, "The spaces belong", step="Discover this model, or give the original one."
     )
     for name, value in {"batch_size": batch_size, "repeats": repeats}.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise FairprunerError(f"{name} is {value!r}, expected a whole number of at least 1.")
+        check_whole_number(name, value, 1)
 
 
 def _trials(spaces: Spaces) -> tuple[list[Ints], Ints]:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from fairpruner.core.arrays import Floats
-from fairpruner.errors import FairprunerError
+from fairpruner.errors import check_whole_number
 from fairpruner.models.calling import tensors_of
 
 Run = Callable[[], Any]
@@ -62,8 +62,8 @@ def timed(run: Run, before: int = 1, clock: Clock = time.perf_counter) -> float:
 @contextmanager
 def threads_of(count: int | None) -> Iterator[int]:
     """So many threads for torch inside; None leaves their number as it is."""
-    if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
-        raise FairprunerError(f"threads is {count!r}, expected a whole number of at least 1.")
+    if count is not None:
+        check_whole_number("threads", count, 1)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(count or before)

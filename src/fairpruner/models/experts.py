@@ -1,9 +1,8 @@
-"""Blocks of routed experts in a model: found by their tensors and attributes, whatever the model is
-called.
+"""Finding the blocks of routed experts in a model, by their tensors and attributes, not by the model's name.
 
-Experts are what an attribute called so holds, in one of two forms. *Fused*: a module with parameters [E,
-…]. *Listed*: an `nn.ModuleList` of E modules alike. Beside them lies a router with one row for each
-expert.
+Experts are held by an attribute with "expert" in its name, in one of two forms. *Fused*: a module with
+parameters [E, …]. *Listed*: an `nn.ModuleList` of E modules with equal parameter shapes. Beside them is a
+router, which has one row for each expert.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-# What modules and their configurations call the number of experts, how many of them a token uses, and the
-# groups of a router.
+# The attributes of modules and configurations that hold the number of experts, how many of them a token
+# uses, and the groups of a router.
 SIZES = (
     "num_experts",
     "n_experts",
@@ -42,10 +41,10 @@ OWN_TOP_K = (
     "top_k",
     "topk",
     "k",
-)  # of a module alone: in a configuration top_k is a setting of text generation
+)  # only of a module: in a configuration, top_k is a setting of text generation
 GROUPS = ("num_group", "n_group", "num_expert_group")
 CHOSEN_GROUPS = ("topk_group", "top_k_group")
-FORMS = "nn.ModuleList of modules alike or module with parameters [experts, …]"
+FORMS = "nn.ModuleList of equal modules or module with parameters [experts, …]"
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +55,7 @@ class ExpertBlock:
     router: str  # path of the module that holds the router's rows, which may be the block itself
     experts: str  # path of the fused experts, or of their nn.ModuleList
     size: int  # E
-    top_k: int | None  # where no attribute says it, running the block must
+    top_k: int | None  # None if no attribute holds it: running the block shows it
     groups: int  # router groups, consecutive and equally long; 1 if there are none
     min_keep: int  # fewer experts could not serve every token
 
@@ -76,12 +75,12 @@ def expert_blocks(model: nn.Module) -> tuple[ExpertBlock, ...]:
 
 
 def unsupported_experts(model: nn.Module) -> dict[str, str]:
-    """Path -> reason for what looks like routed experts and is no block that can be cut."""
+    """Path -> reason, for what looks like routed experts and cannot be cut."""
     return {path: found for path, found in _examined(model).items() if isinstance(found, str)}
 
 
 def expert_lists(model: nn.Module) -> tuple[str, ...]:
-    """The paths of the blocks' experts that are modules of a list."""
+    """The paths of the lists of experts."""
     return tuple(
         block.experts
         for block in expert_blocks(model)
@@ -91,8 +90,8 @@ def expert_lists(model: nn.Module) -> tuple[str, ...]:
 
 @contextmanager
 def plain_experts(model: nn.Module) -> Iterator[None]:
-    """Inside, transformers models run their experts one by one: the form that can be traced, runs in
-    float64 and is counted right.
+    """Inside, transformers models run their experts one by one, which can be traced, runs in float64 and is
+    counted correctly.
     """
     configs: list[Any] = [
         config
@@ -113,9 +112,7 @@ def plain_experts(model: nn.Module) -> Iterator[None]:
 
 
 def _examined(model: nn.Module) -> dict[str, ExpertBlock | str]:
-    """The path of every module that holds routed experts, with the block it is or the reason why it is
-    none.
-    """
+    """Path of a module that holds routed experts -> its block, or the reason why it is not supported."""
     modules = dict(model.named_modules())
     found: dict[str, ExpertBlock | str] = {}
     for path, module in modules.items():
@@ -129,7 +126,7 @@ def _examined(model: nn.Module) -> dict[str, ExpertBlock | str]:
                 )
             elif isinstance(module, (nn.ModuleList, nn.ModuleDict)) and len(module) > 1:
                 found[parent or path] = _why_not(module, size)
-    # Whatever else tells a number of experts.
+    # Other modules with an attribute that holds a number of experts.
     telling = {place for path, module in modules.items() if (place := _telling(path, module))}
     for path in sorted(telling):
         if not any(
@@ -137,26 +134,26 @@ def _examined(model: nn.Module) -> dict[str, ExpertBlock | str]:
             for other in (*found, *(telling - {path}))
         ):
             found[path] = (
-                f"it tells a number of experts and has no {FORMS} in an attribute named after them, beside a"
-                " router with a row for each"
+                f"it has a number of experts, but no {FORMS} in an attribute named after them beside a router"
+                " with a row for each"
             )
     return found
 
 
 def _why_not(experts: nn.ModuleList | nn.ModuleDict, size: int) -> str:
-    """Why modules called experts are no block of routed ones."""
+    """Why modules named experts are not supported."""
     if isinstance(experts, nn.ModuleDict):
         return f"its {len(experts)} experts are an nn.ModuleDict, expected {FORMS}"
     return (
         f"no matrix beside its {size} experts has a row for each"
         if size
-        else f"its {len(experts)} experts differ in their parameters, expected modules alike"
+        else f"its {len(experts)} experts differ in their parameters, expected equal ones"
     )
 
 
 def _telling(path: str, module: nn.Module) -> str:
-    """The path of the block that a module with a number of experts belongs to: itself if it holds the
-    router, else what it lies in.
+    """The path of the block that a module with a number of experts belongs to: the module itself if it holds
+    the router, otherwise its parent; "" for other modules.
     """
     size = next((vars(module)[name] for name in SIZES if type(vars(module).get(name)) is int), 0)
     own = {id(p) for p in module.parameters(recurse=False)}
@@ -166,7 +163,7 @@ def _telling(path: str, module: nn.Module) -> str:
 
 
 def _listed(module: nn.Module) -> int:
-    """How many modules alike a list holds."""
+    """The number of modules in a list whose parameters have equal shapes; 0 for any other module."""
     if not isinstance(module, nn.ModuleList) or len(module) < 2:
         return 0
     shapes = [[(name, tuple(p.shape)) for name, p in child.named_parameters()] for child in module]
@@ -174,7 +171,9 @@ def _listed(module: nn.Module) -> int:
 
 
 def _fused(module: nn.Module) -> int:
-    """How many experts a module holds in parameters [E, …]: at least two of them are stacks of matrices."""
+    """The number of experts in a module with parameters [E, …], of which at least two are stacks of
+    matrices; 0 for any other module.
+    """
     if isinstance(module, nn.modules.conv._ConvNd):
         return 0
     parameters = list(module.parameters(recurse=False))
@@ -188,9 +187,7 @@ def is_route(tensor: Tensor, size: int) -> bool:
 
 
 def _router(block: nn.Module, experts: nn.Module, size: int) -> str | None:
-    """The path below the block of the module that holds a matrix with one row, or one column, for each
-    expert.
-    """
+    """The path, from the block, of the module that holds a matrix with one row or column for each expert."""
     inside = {id(m) for m in experts.modules()}
     holders = {
         path: module
@@ -202,7 +199,7 @@ def _router(block: nn.Module, experts: nn.Module, size: int) -> str | None:
         for path in holders
         if any(word in path.lower() for word in ("router", "gate", "switch")) and "shared" not in path.lower()
     ]
-    return next(reversed(named or list(holders)), None)  # a router of several layers ends with the rows
+    return next(reversed(named or list(holders)), None)  # the last layer of a router has the rows
 
 
 def _block(modules: dict[str, nn.Module], experts: str, router: str, size: int) -> ExpertBlock | str:

@@ -1,9 +1,8 @@
-"""Seeing what consumers read: the input tensors of the weights that read a space's units, without hooks
-on the model.
+"""Observing what weights read: the inputs of the operations that read a space's units.
 
-A torch-function mode recognises calls (module or functional alike) whose weight is a watched parameter.
-Only a weight that no such call shows, for example one computed by a parametrization, is watched by a hook
-on its module.
+A torch-function mode recognises the calls whose weight is a watched parameter. It needs no hooks on the
+model, and it sees modules and functional calls in the same way. Only a weight that no such call shows, for
+example one that a parametrization computes, is watched by a hook on its module.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,120 +21,91 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 from fairpruner.core.arrays import Ints
 from fairpruner.core.spaces import Slice, UnitSpace
 from fairpruner.errors import FairprunerError
+from fairpruner.models.precision import widened
+from fairpruner.models.weight_operations import WEIGHT_OPERATIONS, WeightOperation
 
 
 class NotObservable(FairprunerError):
-    """Signals cannot look at a space, or at a block of experts, of this name."""
+    """The activations of a space, or the routing of a block of experts, cannot be observed."""
 
     def __init__(self, name: str, message: str) -> None:
         super().__init__(message)
-        self.name = name
+        self.name = name  # of the space or block
 
 
 def consumed(rows: Tensor, weight: Tensor) -> Tensor:
-    """The rows, [rows, I], as they are: tells whoever watches that weights [E, out, I] read them."""
+    """The rows [rows, I] unchanged; the call tells observers that the weights [E, out, I] read them."""
     if has_torch_function((rows, weight)):
         seen: Tensor = handle_torch_function(consumed, (rows, weight), rows, weight)
         return seen
     return rows
 
 
-class Reader(NamedTuple):
-    """Where a torch function has its input and its weight, the input's channel axis, and the weight's dim
-    that reads it.
-    """
-
-    source: tuple[int, str]
-    weight: tuple[int, str]
-    axis: int
-    dim: int
-
-
-_FIRST_TWO = ((0, "input"), (1, "weight"))
-_MATMUL = Reader((0, "input"), (1, "other"), -1, 0)
-_MM = Reader((0, "input"), (1, "mat2"), -1, 0)
-_ADDMM = Reader((1, "mat1"), (2, "mat2"), -1, 0)
-READERS: dict[Callable[..., Any], Reader] = {
-    F.linear: Reader(*_FIRST_TWO, axis=-1, dim=1),
-    **{f: Reader(*_FIRST_TWO, axis=1, dim=1) for f in (F.conv1d, F.conv2d, F.conv3d)},
-    **{
-        f: Reader(*_FIRST_TWO, axis=1, dim=0)
-        for f in (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
-    },
-    torch.matmul: _MATMUL,
-    torch.Tensor.matmul: _MATMUL,
-    torch.mm: _MM,
-    torch.Tensor.mm: _MM,
-    torch.addmm: _ADDMM,
-    torch.Tensor.addmm: _ADDMM,
-    consumed: Reader(*_FIRST_TWO, axis=-1, dim=2),
+OBSERVED_OPERATIONS: dict[Callable[..., Any], WeightOperation] = {
+    **WEIGHT_OPERATIONS,
+    consumed: WeightOperation(("input", "weight"), axis=-1, dim=2),
 }
 
 
 @dataclass(frozen=True, eq=False)
 class Read:
-    """One weight dimension that reads units of one space."""
+    """One weight dimension that reads the units of one space."""
 
     space: UnitSpace
     part: Slice
     weight: nn.Parameter
-    expert: tuple[str, int] | None = (
-        None  # the list of experts that all hold a part of the space, and the one whose weight this is
-    )
-    _tables: dict[int, Tensor | None] = field(
-        default_factory=dict
-    )  # channels -> positions of each unit, None where they lie in order
+    # The path of a list of experts and the number of the expert that holds the weight, if each of them
+    # holds a part of the space.
+    expert: tuple[str, int] | None = None
+    # Channels of the input -> the channel positions of unit 0, then of unit 1, …; None if already in order.
+    _positions: dict[int, Tensor | None] = field(default_factory=dict)
 
     def fits(self, channels: int) -> bool:
         return channels % self.part.owner.size == 0
 
     def owner(self, channels: int) -> Ints:
-        """The unit of each channel of the input; groups of a grouped convolution repeat the weight's own."""
+        """The unit of each channel of the input; in a grouped convolution the weight's owners repeat."""
         return np.tile(self.part.owner, channels // self.part.owner.size)
 
     def by_unit(self, source: Tensor, axis: int, samples: int) -> Tensor:
-        """The input as [N, J, F], F features to each unit; a view wherever the units lie in order."""
+        """The input as [N, J, F], F features of each unit; a view if the units lie in order."""
         if source.ndim < (self.weight.ndim if axis == 1 else 2):  # called without a batch dimension
             source = source.unsqueeze(0)
         if source.shape[0] % samples:
             raise NotObservable(
                 self.space.name,
-                f"Space {self.space.name!r}: {self.part.tensor} reads {list(source.shape)}, whose dim 0 is no"
-                f" multiple of the {samples} samples of the batch. Leave it out with"
-                f" skip={self.space.name!r}.",
+                f"Space {self.space.name!r} cannot be observed: {self.part.tensor} reads"
+                f" {list(source.shape)}, whose dim 0 is no multiple of the {samples} samples of the batch."
+                f" Leave it out with skip={self.space.name!r} in discover.",
             )
         channels = source.shape[axis]
-        # What a model folds into dim 0 (windows, tokens) are features of the sample it came from: [N, C,
-        # positions].
-        flat = (
-            source.view(samples, -1, *source.shape[1:]).movedim(axis if axis < 0 else axis + 1, 1).flatten(2)
-        )
-        if channels not in self._tables:
-            self._tables[channels] = _table(self.owner(channels), self.space.size)
-        table = self._tables[channels]
-        if table is not None:
-            if (
-                int(table.max()) == channels
-            ):  # this position stands for "none": a feature that is zero in every sample
+        # A model may fold windows or tokens into dim 0: they are features of the sample they came from.
+        folded = source.view(samples, -1, *source.shape[1:])
+        flat = folded.movedim(axis if axis < 0 else axis + 1, 1).flatten(2)  # [N, C, positions]
+        if channels not in self._positions:
+            self._positions[channels] = _channel_positions(self.owner(channels), self.space.size)
+        positions = self._positions[channels]
+        if positions is not None:
+            if int(positions.max()) == channels:  # a missing feature is read from an added channel of zeros
                 flat = F.pad(flat, (0, 0, 0, 1))
-            flat = flat.index_select(1, table.to(flat.device))
+            flat = flat.index_select(1, positions.to(flat.device))
         return flat.reshape(samples, self.space.size, -1)
 
 
-def _table(owner: Ints, size: int) -> Tensor | None:
-    """Channel positions of unit 0, then of unit 1, …, all padded to one length; None where that is the
-    order already.
-    """
+def _channel_positions(owner: Ints, size: int) -> Tensor | None:
+    """The channels of unit 0, then of unit 1, …, padded with C to one length; None if already in order."""
     positions = positions_of(owner, size).reshape(-1)
-    return (
-        None
-        if np.array_equal(positions, np.arange(owner.size))
-        else torch.from_numpy(np.where(positions < 0, owner.size, positions))
-    )
+    if np.array_equal(positions, np.arange(owner.size)):
+        return None
+    return torch.from_numpy(np.where(positions < 0, owner.size, positions))
 
 
 def positions_of(owner: Ints, size: int) -> Ints:
-    """Which indices each unit owns, [J, most], in order and padded with -1."""
+    """The indices that each unit owns, [J, most], in order and padded with -1.
+
+    >>> positions_of(np.array([1, 0, 1]), 2).tolist()
+    [[1, -1], [0, 2]]
+    """
     owned = np.flatnonzero(owner >= 0)
     order = owned[np.argsort(owner[owned], kind="stable")]
     counts = np.bincount(owner[owned], minlength=size)
@@ -144,11 +114,12 @@ def positions_of(owner: Ints, size: int) -> Ints:
     return table
 
 
-InputVisitor = Callable[[Read, Tensor, int], Tensor]  # (read, input, channel axis) -> the input to go on with
+# (read, input, channel axis) -> the input that the operation goes on with
+InputVisitor = Callable[[Read, Tensor, int], Tensor]
 
 
 class _Watch(TorchFunctionMode):
-    """Shows `visit` every input that a watched weight reads."""
+    """Calls `visit` with every input that a watched weight reads."""
 
     def __init__(self, reads: Iterable[Read], visit: InputVisitor) -> None:
         super().__init__()
@@ -164,41 +135,32 @@ class _Watch(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        kwargs = dict(kwargs or {})
-        reader = READERS.get(function)
-        if reader is None:
+        kwargs = kwargs or {}
+        operation = OBSERVED_OPERATIONS.get(function)
+        if operation is None:
             return function(*args, **kwargs)
-        weight, source = _argument(args, kwargs, reader.weight), _argument(args, kwargs, reader.source)
+        source, weight = (operation.argument(name, args, kwargs) for name in ("input", "weight"))
         if isinstance(weight, Tensor) and isinstance(source, Tensor):
             base = weight if weight._base is None else weight._base
-            turned = (
-                weight.ndim == base.ndim and weight.ndim > 1 and weight.stride() != base.stride()
-            )  # a transposed view reads along the other dim
-            dim = 2 * weight.ndim - 3 - reader.dim if turned else reader.dim
             for read in self._reads.get(id(base), ()):
-                if read.part.dim == dim and read.fits(source.shape[reader.axis]):
-                    source = self._visit(read, source, reader.axis)
-            args, kwargs = _replaced(args, kwargs, reader.source, source)
+                if read.part.dim == _reading_dim(operation, weight, base) and read.fits(
+                    source.shape[operation.axis]
+                ):
+                    source = self._visit(read, source, operation.axis)
+            args, kwargs = operation.with_input(source, args, kwargs)
         return function(*args, **kwargs)
 
 
-def _argument(args: Sequence[Any], kwargs: Mapping[str, Any], where: tuple[int, str]) -> Any:
-    position, name = where
-    return args[position] if len(args) > position else kwargs.get(name)
-
-
-def _replaced(
-    args: Sequence[Any], kwargs: dict[str, Any], where: tuple[int, str], value: Any
-) -> tuple[Sequence[Any], dict[str, Any]]:
-    position, name = where
-    if len(args) > position:
-        return (*args[:position], value, *args[position + 1 :]), kwargs
-    return args, {**kwargs, name: value}
+def _reading_dim(operation: WeightOperation, weight: Tensor, base: Tensor) -> int:
+    """The dim of the stored weight that reads the input: a transposed view reads along the other one."""
+    transposed = weight.ndim == base.ndim and weight.ndim > 1 and weight.stride() != base.stride()
+    # Transposing swaps the last two dims, n-2 and n-1, whose sum is 2n-3.
+    return 2 * weight.ndim - 3 - operation.dim if transposed else operation.dim
 
 
 @contextmanager
 def watching(reads: Iterable[Read], visit: InputVisitor, hooked: Mapping[Read, nn.Module]) -> Iterator[None]:
-    """Inside, every forward shows `visit` what the weights read; reads in `hooked` are seen at the door
+    """Inside, every forward calls `visit` with what the weights read; reads in `hooked` are seen as inputs
     of that module.
     """
     with ExitStack() as stack:
@@ -225,8 +187,9 @@ def _hook(read: Read, visit: InputVisitor) -> Callable[[nn.Module, tuple[Any, ..
 def reads_of(
     model: nn.Module, spaces: Iterable[UnitSpace], *, observed_only: bool, lists: Collection[str] = ()
 ) -> tuple[Read, ...]:
-    """What reads the units of each space: all of it, or only what signals look at; `lists` are the paths
-    of lists of experts.
+    """The reads of each space: all of them, or only those that activation signals observe.
+
+    `lists` holds the paths of the model's lists of experts.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     found = []
@@ -238,7 +201,9 @@ def reads_of(
 
 
 def observed_parts(space: UnitSpace, lists: Collection[str] = ()) -> tuple[Slice, ...]:
-    """What signals look at: the last that reads all units, or in a list of experts the last of each."""
+    """What activation signals observe: the last slice that reads all units, or the last one of each expert
+    if the space lies inside a list of experts.
+    """
     complete = {
         expert: part
         for part, expert in _experts(space, lists).items()
@@ -248,8 +213,8 @@ def observed_parts(space: UnitSpace, lists: Collection[str] = ()) -> tuple[Slice
 
 
 def _experts(space: UnitSpace, lists: Collection[str]) -> dict[Slice, tuple[str, int]]:
-    """For a space that lies inside all experts of a list: the list and the number of the expert that each
-    consumer belongs to.
+    """Slice -> (list of experts, number of the expert), for a space that lies inside all experts of a list;
+    empty for any other space.
     """
     parts = space.slices_of("read")
     found = {
@@ -261,58 +226,74 @@ def _experts(space: UnitSpace, lists: Collection[str]) -> dict[Slice, tuple[str,
     return found if len(found) == len(parts) and len(set(found.values())) > 1 else {}
 
 
-def find_hooks(model: nn.Module, reads: Sequence[Read], run: Callable[[], Any]) -> dict[Read, nn.Module]:
-    """The reads that only a hook can see, found by calling `run`, which runs the model; an error where
-    not even that can.
-    """
-    unseen = _unseen(reads, {}, run)
-    reached = {read.space for read in reads if read not in unseen}
-    idle = [
-        read for read in unseen if read.expert and read.space in reached
-    ]  # an expert that this sample does not use
-    unseen = [read for read in unseen if read not in idle]
-    stacks = [
-        read
-        for read in unseen
-        if read.weight.ndim == 3
-        and read.part.dim > 0
-        and not isinstance(_holder(model, read), nn.modules.conv._ConvNd)
-    ]
-    hooked = {read: _holder(model, read) for read in unseen}
-    # The door of a module that holds stacked matrices does not show what the last of them read.
-    blind = stacks or ([read for read in _unseen(reads, hooked, run) if read not in idle] if hooked else [])
-    if blind:
-        read = blind[0]
-        raise NotObservable(
-            read.space.name,
-            f"Space {read.space.name!r} cannot be observed: no call was seen in which {read.part.tensor}"
-            f" reads its {read.space.size} units. Leave it out with skip={read.space.name!r} in discover, or"
-            " score it by its weights, as removal='l2' does.",
-        )
-    return hooked
+@dataclass(frozen=True)
+class Visibility:
+    """Which reads need a hook, and the spaces that cannot be observed, each with the reason."""
+
+    hooked: Mapping[Read, nn.Module]
+    hidden: Mapping[str, str]
 
 
-def _unseen(reads: Sequence[Read], hooked: Mapping[Read, nn.Module], run: Callable[[], Any]) -> list[Read]:
-    seen: set[Read] = set()
+def find_visibility(
+    model: nn.Module, reads: Sequence[Read], samples: int, run: Callable[[], Any]
+) -> Visibility:
+    """Call `run`, which runs the model on so many samples, to learn how every read can be observed."""
+    by_call = _examine(reads, {}, samples, run)
+    reached = {read.space for read in by_call}
+    # A sample need not use every expert of a list.
+    missing = [read for read in reads if read not in by_call and not (read.expert and read.space in reached)]
+    hooked = {read: _holder(model, read) for read in missing if not _is_stack(model, read)}
+    by_hook = _examine(list(hooked), hooked, samples, run) if hooked else {}
+    seen = by_call | by_hook
+    hidden = {read.space.name: _not_seen(read) for read in missing if read not in seen}
+    hidden |= {read.space.name: problem for read, problem in seen.items() if problem}
+    return Visibility(hooked, hidden)
+
+
+def _examine(
+    reads: Sequence[Read], hooked: Mapping[Read, nn.Module], samples: int, run: Callable[[], Any]
+) -> dict[Read, str]:
+    """The reads that `run` shows, each with the reason why it cannot be divided into samples, or ""."""
+    seen: dict[Read, str] = {}
 
     def visit(read: Read, source: Tensor, axis: int) -> Tensor:
-        seen.add(read)
+        if read not in seen:
+            try:
+                if not read.expert:  # an expert of a list reads the tokens that were sent to it
+                    read.by_unit(source.detach(), axis, samples)
+                seen[read] = ""
+            except NotObservable as problem:
+                seen[read] = str(problem)
         return source
 
     with watching(reads, visit, hooked):
         run()
-    return [read for read in reads if read not in seen]
+    return seen
 
 
-def _holder(model: nn.Module, read: Read) -> nn.Module:
-    tensor = read.part.tensor
-    return model.get_submodule(
-        tensor.split(".parametrizations.")[0] if ".parametrizations." in tensor else tensor.rpartition(".")[0]
+def _not_seen(read: Read) -> str:
+    name = read.space.name
+    return (
+        f"Space {name!r} cannot be observed: no call was seen in which {read.part.tensor} reads its"
+        f" {read.space.size} units. Leave it out with skip={name!r} in discover, or score it by its weights,"
+        " as removal='l2' does."
     )
 
 
+def _is_stack(model: nn.Module, read: Read) -> bool:
+    """Whether the weight is a stack of matrices: the input of its module is not what the last one reads."""
+    matrices = read.weight.ndim == 3 and read.part.dim > 0
+    return matrices and not isinstance(_holder(model, read), nn.modules.conv._ConvNd)
+
+
+def _holder(model: nn.Module, read: Read) -> nn.Module:
+    """The module that the weight belongs to; a parametrization's weight belongs to the outer module."""
+    path, parametrized, _ = read.part.tensor.partition(".parametrizations.")
+    return model.get_submodule(path if parametrized else path.rpartition(".")[0])
+
+
 class LastInput(TorchFunctionMode):
-    """Remembers the input of the last convolution or matrix product of a forward, as features [N, C]."""
+    """Keeps the input of the last convolution or matrix product of a forward, as features [N, C]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -325,18 +306,18 @@ class LastInput(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        reader = READERS.get(function)
-        if reader is not None:
-            self._last = (_argument(args, kwargs or {}, reader.source), reader.axis)
+        operation = OBSERVED_OPERATIONS.get(function)
+        if operation is not None:
+            self._last = (operation.argument("input", args, kwargs or {}), operation.axis)
         return function(*args, **(kwargs or {}))
 
     def features(self, samples: int, real: Tensor | None = None) -> Tensor:
-        """The penultimate features of each sample, averaged over positions, of texts over the `real`
-        tokens [N, T]: [N, C].
+        """The penultimate features of each sample, [N, C]: the mean over positions, or over the `real`
+        tokens [N, T] of each text.
         """
         if self._last is None or self._last[0].shape[0] != samples:
             raise FairprunerError(
-                "The model has no last linear call that reads one row of features for each sample, so its"
+                "The model's last linear operation does not read one row of features for each sample, so its"
                 " classes cannot be grouped. Leave out groups=."
             )
         source, axis = self._last
@@ -347,6 +328,6 @@ class LastInput(TorchFunctionMode):
 
 def mean_over_tokens(source: Tensor, real: Tensor) -> Tensor:
     """The mean over the real tokens of each text, [N, T, C] -> [N, C]."""
-    source = source if source.dtype == torch.float64 else source.float()
+    source = widened(source)
     weights = real.to(source) / real.sum(1, keepdim=True).clamp(min=1)  # [N, T]
     return torch.bmm(weights.unsqueeze(1), source).squeeze(1)

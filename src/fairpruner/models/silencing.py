@@ -9,22 +9,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fairpruner.core.spaces import Slice, UnitSpace
+from fairpruner.models.weight_operations import WEIGHT_OPERATIONS
 
-# Where rows meet an input, the last dimension of the result is the logits.
+# Products of an input with a router's rows: the last dimension of the result is the logits.
 PRODUCTS = frozenset(
     [
-        F.linear,
+        *(function for function, operation in WEIGHT_OPERATIONS.items() if operation.axis == -1),
         torch.einsum,
-        torch.matmul,
-        torch.mm,
-        torch.addmm,
-        Tensor.matmul,
         Tensor.__matmul__,
         Tensor.__rmatmul__,
-        Tensor.mm,
     ]
 )
 

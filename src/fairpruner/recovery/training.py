@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, astuple, replace
 from pathlib import Path
 from threading import Event
@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fairpruner.core.sealed import Json
-from fairpruner.errors import FairprunerError, import_extra
-from fairpruner.inputs.batches import Batch, forward, mean_loss
+from fairpruner.errors import FairprunerError, check_whole_number, import_extra
+from fairpruner.inputs.batches import Batch, check_rereadable, forward, mean_loss
 from fairpruner.models.narrowing import copy_with
 from fairpruner.recovery.checkpoints import (
     FILE,
@@ -69,14 +69,9 @@ def recover(
     >>> [epoch.number for epoch in history], better is net
     ([1, 2], False)
     """
-    if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
-        raise FairprunerError(f"epochs={epochs!r}, expected a whole number of at least 1.")
+    check_whole_number("epochs", epochs, 1)
     for name, data in (("training", train), ("validation", validation)):
-        if isinstance(data, Iterator):
-            raise FairprunerError(
-                f"The {name} data is a {type(data).__name__}, which can be read once, and every epoch reads"
-                " it: give a loader or a list of batches."
-            )
+        check_rereadable(data, "every epoch reads it", name=f"{name} data")
     run = _Run(
         _accelerator(),
         small,

@@ -5,7 +5,6 @@ original model.
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -15,8 +14,9 @@ from torch import nn
 
 from fairpruner.core.plan import Plan
 from fairpruner.errors import FairprunerError, unknown
-from fairpruner.inputs.batches import Batch, Loss, forward, mean_loss, read_batches
+from fairpruner.inputs.batches import Batch, Loss, check_rereadable, forward, mean_loss, read_batches
 from fairpruner.models.calling import evaluating
+from fairpruner.models.devices import device_of_model
 from fairpruner.models.fingerprint import check_same_model
 from fairpruner.models.supported import check_supported
 from fairpruner.repair.arrivals import Sweep
@@ -77,14 +77,10 @@ def repair(
     for name in methods:
         if name not in METHODS:
             raise unknown("repair method", name, METHODS)
-    if isinstance(data, Iterator):
-        raise FairprunerError(
-            f"Repair reads the data several times, and a {type(data).__name__} can be read once: give a"
-            " loader or a list of batches."
-        )
+    check_rereadable(data, "repair reads it several times")
     _check(small, model, plan)
     told = [] if notes is None else notes
-    device = next(itertools.chain(model.parameters(), model.buffers()), torch.empty(0)).device
+    device = device_of_model(model)
     with torch.inference_mode(False), torch.no_grad(), evaluating(model), evaluating(small):
         first = next(read_batches(data, device), None)
         if first is None:

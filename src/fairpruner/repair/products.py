@@ -17,21 +17,9 @@ from torch.overrides import TorchFunctionMode
 
 from fairpruner.core.arrays import Ints
 from fairpruner.inputs.tokens import counted_rows
-from fairpruner.models.observing import READERS
+from fairpruner.models.weight_operations import ALIASES, TRANSPOSED_CONVOLUTION, WEIGHT_OPERATIONS
 
-_LINEAR = ("input", "weight", "bias")
-_CONV = (*_LINEAR, "stride", "padding", "dilation", "groups")
-_TRANSPOSED = (*_LINEAR, "stride", "padding", "output_padding", "groups", "dilation")
-_MATMUL, _ADDMM = ("input", "weight"), ("bias", "input", "weight")
 DEFAULTS = {"bias": None, "stride": 1, "padding": 0, "output_padding": 0, "dilation": 1, "groups": 1}
-SIGNATURES: dict[Callable[..., Any], tuple[str, ...]] = {
-    F.linear: _LINEAR,
-    **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), _CONV),
-    **dict.fromkeys((F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), _TRANSPOSED),
-    **dict.fromkeys((torch.matmul, torch.Tensor.matmul, torch.mm, torch.Tensor.mm), _MATMUL),
-    **dict.fromkeys((torch.addmm, torch.Tensor.addmm), _ADDMM),
-}
-_OTHER_NAMES = {"other": "weight", "mat2": "weight", "mat1": "input"}
 SUMS = (torch.add, torch.Tensor.add, torch.Tensor.add_)
 
 
@@ -66,14 +54,15 @@ class Product:
     @property
     def axis(self) -> int:
         """The channel axis of input and output."""
-        return READERS[self.function].axis
+        return WEIGHT_OPERATIONS[self.function].axis
 
     @property
     def transposed(self) -> bool:
-        return SIGNATURES[self.function] is _TRANSPOSED
+        return WEIGHT_OPERATIONS[self.function].arguments == TRANSPOSED_CONVOLUTION
 
     def run(self) -> Tensor:
-        out: Tensor = self.function(*(self.arguments[name] for name in SIGNATURES[self.function]))
+        names = WEIGHT_OPERATIONS[self.function].arguments
+        out: Tensor = self.function(*(self.arguments[name] for name in names))
         return out
 
     def matrix(self, weight: Tensor) -> Tensor:
@@ -227,7 +216,7 @@ class Walk(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if function in SIGNATURES:
+        if function in WEIGHT_OPERATIONS:
             product = self._product(function, args, kwargs)
             if product is not None:
                 return self.product(product)
@@ -248,18 +237,19 @@ class Walk(TorchFunctionMode):
     def _product(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Product | None:
-        defaults = {name: DEFAULTS[name] for name in SIGNATURES[function] if name in DEFAULTS}
+        operation = WEIGHT_OPERATIONS[function]
+        defaults = {name: DEFAULTS[name] for name in operation.arguments if name in DEFAULTS}
         arguments = (
             defaults
-            | dict(zip(SIGNATURES[function], args, strict=False))
-            | {_OTHER_NAMES.get(k, k): v for k, v in kwargs.items()}
+            | dict(zip(operation.arguments, args, strict=False))
+            | {ALIASES.get(k, k): v for k, v in kwargs.items()}
         )
         weight = arguments.get("weight")
         if not isinstance(weight, Tensor):
             return None
         base = weight if weight._base is None else weight._base
         name = self.names.get(id(base))
-        if len(SIGNATURES[function]) > 3 and arguments["input"].ndim != weight.ndim:
+        if len(operation.arguments) > 3 and arguments["input"].ndim != weight.ndim:
             return None  # called without a batch dimension
         if (
             name is None
@@ -272,5 +262,4 @@ class Walk(TorchFunctionMode):
         turned = (
             weight.ndim == 2 and weight.stride() != base.stride()
         )  # a transposed view reads along the other dim
-        reader = READERS[function]
-        return Product(name, base, function, arguments, 1 - reader.dim if turned else reader.dim)
+        return Product(name, base, function, arguments, 1 - operation.dim if turned else operation.dim)

@@ -1,11 +1,20 @@
-"""The one calibration pass: each batch goes forward and backward once, and every signal sees what it
-asked for.
+"""The one calibration pass: each batch goes forward and backward once, and every signal sees what it needs.
+
+The walk of a batch through `Calibration.step`:
+
+1. Forward, with two observers. Observed weights hand what they read to the signals at once, and every block
+   of routed experts reports a `RouterOutput`.
+2. Backward from the mean loss, if a signal needs gradients: those of the parameters ("gradients"), of what
+   weights read ("gates"), and of the gates inside experts ("routed_gradients").
+3. The routing tallies of the batch go to the signals that score experts.
+4. For "deletions" the batch runs forward once more for every unit, without that unit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,230 +25,310 @@ from fairpruner.errors import FairprunerError
 from fairpruner.inputs.batches import Batch, Loss, forward, logits_of, mean_loss, token_losses
 from fairpruner.inputs.tokens import counted_tokens, real_tokens
 from fairpruner.models.calling import describe
-from fairpruner.models.experts import expert_blocks, expert_lists
-from fairpruner.models.observing import NotObservable, Read, find_hooks, observed_parts, reads_of, watching
-from fairpruner.models.routing import RouterOutput, gates_of, loss_position_terms, slopes_of, watching_experts
+from fairpruner.models.experts import ExpertBlock, expert_blocks, expert_lists
+from fairpruner.models.observing import (
+    Read,
+    find_visibility,
+    observed_parts,
+    reads_of,
+    watching,
+)
+from fairpruner.models.routing import (
+    RouterOutput,
+    gates_of,
+    loss_position_terms,
+    slopes_of,
+    watching_experts,
+)
 from fairpruner.models.silencing import without_expert
-from fairpruner.scoring.samples import RunningSignal, gate_terms, rows_along, show, show_experts
+from fairpruner.scoring.samples import GateInput, RunningSignal, Showing, gate_terms, rows_along
 from fairpruner.scoring.signals.base import BatchInfo, Observation
 from fairpruner.scoring.signals.classes import ClassGroups
 from fairpruner.scoring.signals.selection import Selection
 
+Tallies = dict[str, dict[str, Tensor]]  # block -> quantity -> its sum over the batch's tokens, [E]
+
+LOOKED_AT = 2  # samples of the first batch that show how the model can be observed
+
+
+class _Demand:
+    """Which observations the selected signals need, and on which spaces."""
+
+    def __init__(self, spaces: Spaces, selections: Sequence[Selection]) -> None:
+        self._spaces = spaces
+        self._kinds: dict[Observation, set[Kind]] = {}
+        for selection in selections:
+            for kind, signal in selection.by_kind.items():
+                for need in signal.needs:
+                    self._kinds.setdefault(need, set()).add(kind)
+
+    def any_of(self, *observations: Observation) -> bool:
+        return any(observation in self._kinds for observation in observations)
+
+    def spaces(self, *observations: Observation) -> list[UnitSpace]:
+        """The spaces on which a signal needs one of the observations."""
+        kinds = set().union(*(self._kinds.get(observation, set()) for observation in observations))
+        return [space for space in self._spaces if space.kind in kinds]
+
+
+@dataclass(frozen=True, eq=False)
+class _Watched:
+    """The parts of the model that are observed."""
+
+    reads: tuple[Read, ...]
+    observed: frozenset[Read]  # those that activation signals see; the others only serve gates and deletions
+    blocks: tuple[ExpertBlock, ...]
+    fused: tuple[ExpertBlock, ...]  # those of the blocks whose experts are stacks of matrices
+
+    @staticmethod
+    def of(model: nn.Module, demand: _Demand) -> _Watched:
+        lists = expert_lists(model)
+        reads = reads_of(
+            model,
+            demand.spaces("activations", "gates", "deletions"),
+            observed_only=not demand.any_of("gates", "deletions"),
+            lists=lists,
+        )
+        for_activations = demand.spaces("activations")
+        observed = frozenset(
+            read
+            for read in reads
+            if read.space in for_activations and read.part in observed_parts(read.space, lists)
+        )
+        routed = {space.name for space in demand.spaces("routing", "routed_gradients", "routed_losses")}
+        # Hidden units inside experts are observed through the routing of their block, too.
+        holders = {read.expert[0] if read.expert else read.part.tensor.rpartition(".")[0] for read in reads}
+        blocks = tuple(
+            block for block in expert_blocks(model) if block.name in routed or block.experts in holders
+        )
+        return _Watched(reads, observed, blocks, tuple(b for b in blocks if b.experts not in lists))
+
+    def spaces_of(self, name: str) -> set[str]:
+        """The spaces that depend on the space or block of experts of this name."""
+        experts = tuple(f"{block.experts}." for block in self.blocks if block.name == name)
+        return {name, *(read.space.name for read in self.reads if read.part.tensor.startswith(experts))}
+
+
+@dataclass(frozen=True, eq=False)
+class _Observed:
+    """What one forward pass showed, besides the activations that the signals have already seen."""
+
+    output: Any
+    gates: list[GateInput]
+    routing: list[RouterOutput]
+
 
 class Calibration:
-    """The forward and backward that all signals share."""
+    """The forward and backward pass that all signals share."""
 
     def __init__(
         self,
         model: nn.Module,
         spaces: Spaces,
-        loss: Loss | None,
         selections: Sequence[Selection],
+        *,
+        loss: Loss | None,
         grouping: ClassGroups | None,
     ) -> None:
         self._model, self._loss, self._grouping = model, loss, grouping
-        kinds: dict[Observation, set[Kind]] = {}  # of the spaces on which each need arises
-        for selection in selections:
-            for kind, signal in selection.by_kind.items():
-                for need in signal.needs:
-                    kinds.setdefault(need, set()).add(kind)
-
-        def needing(*needs: Observation) -> list[UnitSpace]:
-            return [space for space in spaces if any(space.kind in kinds.get(need, ()) for need in needs)]
-
-        self.needs = frozenset(kinds)
-        self._backward = bool(self.needs & {"gradients", "gates", "routed_gradients"})
+        self._demand = _Demand(spaces, selections)
+        self._watched = _Watched.of(model, self._demand)
         self._comparing = [
             signal.name for selection in selections for signal in selection.signals if signal.compares_classes
         ]
-        self._on_tokens = False  # the loss is a mean over tokens, not over samples
-        watched: tuple[Observation, ...] = ("activations", "gates", "deletions")
-        blocks = expert_blocks(model)
-        lists = expert_lists(model)
-        self._reads = reads_of(
-            model, needing(*watched), observed_only=not self.needs & {"gates", "deletions"}, lists=lists
-        )
-        observing = needing("activations")
-        self._observed = {
-            read
-            for read in self._reads
-            if read.space in observing and read.part in observed_parts(read.space, lists)
+        owned = {part.tensor for space in self._demand.spaces("gradients", "gates") for part in space.slices}
+        self.weights = {
+            name: parameter
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+            if name in owned and parameter.is_floating_point()
         }
         self._hooked: dict[Read, nn.Module] = {}
-        routed = {space.name for space in needing("routing", "routed_gradients", "routed_losses")}
-        holders = {
-            read.expert[0] if read.expert else read.part.tensor.rpartition(".")[0] for read in self._reads
-        }  # of hidden units inside experts, too
-        self._blocks = tuple(block for block in blocks if block.name in routed or block.experts in holders)
-        self._fused = tuple(block for block in self._blocks if block.experts not in lists)
-        parameters = dict(model.named_parameters(remove_duplicate=False))
-        owned = {part.tensor for space in needing("gradients", "gates") for part in space.slices}
-        self.weights = {name: p for name, p in parameters.items() if name in owned and p.is_floating_point()}
+        self._on_tokens = False  # whether the loss is a mean over tokens, not over samples
+        self.classes = 1  # how many to expect
 
-    def look(self, first: Batch) -> int:
-        """Run one sample to learn which weights can be seen reading, and how many classes to expect."""
+    @property
+    def needs_data(self) -> bool:
+        return self._demand.any_of(
+            "activations", "gradients", "gates", "deletions", "routing", "routed_gradients", "routed_losses"
+        )
+
+    def look(self, first: Batch) -> dict[str, str]:
+        """Run two samples to learn what can be observed: the spaces that cannot, each with the reason."""
+        few = first.rows(0, LOOKED_AT)
         labels = self._labels(first)
-        outputs = []
-
-        calls: list[RouterOutput] = []
+        model_outputs: list[Any] = []
+        routing: list[RouterOutput] = []
+        problems: dict[str, str] = {}
 
         def run() -> None:
+            routing.clear()
             with (
-                torch.set_grad_enabled(bool(self._blocks)),
-                watching_experts(self._model, self._blocks, calls.append),
+                learning(self._model, self.weights.values()),
+                torch.set_grad_enabled(bool(self._watched.blocks)),
+                watching_experts(
+                    self._model,
+                    self._watched.blocks,
+                    routing.append,
+                    on_problem=lambda problem: problems.update({problem.name: str(problem)}),
+                ),
             ):
-                outputs.append(forward(self._model, first.rows(0, 1)))
+                model_outputs.append(forward(self._model, few))
 
-        self._hooked = find_hooks(self._model, self._reads, run)
-        logits = logits_of(outputs[0])
+        visibility = find_visibility(self._model, self._watched.reads, few.size, run)
+        self._hooked = dict(visibility.hooked)
+        logits = logits_of(model_outputs[-1])
         self._on_tokens = self._loss is None and logits is not None and logits.ndim == 3
-        self._check_routing(calls)
-        named = int(labels.max()) + 1 if self._comparing else 1
-        return max(named, logits.shape[1]) if logits is not None and logits.ndim == 2 else named
+        self._check_routing(routing, problems)
+        self.classes = int(labels.max()) + 1 if self._comparing else 1
+        if logits is not None and logits.ndim == 2:
+            self.classes = max(self.classes, logits.shape[1])
+        hidden = dict(visibility.hidden)
+        for name, problem in problems.items():
+            hidden |= dict.fromkeys(self._watched.spaces_of(name), problem)
+        return hidden
 
-    def spaces_at(self, name: str) -> set[str]:
-        """The spaces that cannot be scored if what has this name, a space or a block of experts, is not
-        seen.
-        """
-        experts = tuple(f"{block.experts}." for block in self._blocks if block.name == name)
-        return {name, *(read.space.name for read in self._reads if read.part.tensor.startswith(experts))}
-
-    def step(self, batch: Batch, half: int, parts: Sequence[RunningSignal]) -> None:
-        """Show one batch to all accumulators."""
-        info = BatchInfo(batch.predicted_tokens() if self._on_tokens else batch.size, half)
-        labels = self._labels(batch)
-        gates: list[tuple[Read, Tensor, int]] = []
-        calls: list[RouterOutput] = []
-        shown: set[Read] = set()
-        parted: dict[
-            Read, list[Tensor]
-        ] = {}  # what listed experts read, each of tokens of its own: [rows, C] of every call
-
-        def visit(read: Read, source: Tensor, axis: int) -> Tensor:
-            # A weight that is called several times is observed at its first call, at once: later the
-            # tensor
-            # may have been changed in place.
-            if read in self._observed and read.expert:
-                parted.setdefault(read, []).append(rows_along(source.detach(), axis).clone())
-            elif read in self._observed and read not in shown:
-                shown.add(read)
-                show(read, source.detach(), axis, labels, batch, parts)
-            if "gates" not in self.needs:
-                return source
-            # A view of its own: its gradient comes through this consumer alone.
-            gate = source.view_as(source) if source.requires_grad else source.detach().requires_grad_()
-            gates.append((read, gate, axis))
-            return gate
-
-        if self._backward or self._observed or self._blocks:
-            routing = watching_experts(self._model, self._blocks, calls.append)
-            with (
-                torch.set_grad_enabled(self._backward or bool(self._blocks)),
-                watching(self._reads, visit, self._hooked),
-                routing,
-            ):
-                output = forward(self._model, batch)
-            tallies = self._tallies(calls, output, batch)
-            show_experts(parted, calls, labels, batch, parts)
-        if self._backward:
-            followed = calls if "routed_gradients" in self.needs else []
-            watched = [*(gate for _, gate, _ in gates), *gates_of(followed)]
-            gradients, found = self._gradients(mean_loss(self._loss, output, batch), watched, batch)
-            terms = gate_terms(gates, found[: len(gates)], calls, batch, info)
-            for part in parts:
-                part.accumulator.see_gradients(gradients, info)
-                part.accumulator.see_gates(terms, info)
-            for call, slopes in zip(followed, slopes_of(followed, found[len(gates) :]), strict=True):
-                # The gradient is that of the mean loss: times the samples, it is the sum over them.
-                _add(
-                    tallies[call.block.name],
-                    "weighted_term",
-                    call.by_expert(slopes * call.weight) * info.samples,
-                )
-        if self._blocks:
-            for part in parts:
-                part.accumulator.see_routing(tallies, info)
-        if "deletions" in self.needs:
-            change = self._loss_changes(batch)
-            for part in parts:
-                part.accumulator.see_deletions(change, info)
-
-    def _check_routing(self, calls: Sequence[RouterOutput]) -> None:
-        """Refuse experts whose calls were not understood, or whose parameters cannot all be followed."""
-        exact = {call.block.name: bool(call.gates) for call in calls}
-        for block in self._blocks:
-            experts = self._model.get_submodule(block.experts)
-            if block.name not in exact:
-                raise NotObservable(
+    def _check_routing(self, routing: Sequence[RouterOutput], problems: dict[str, str]) -> None:
+        """Add the blocks whose routing was not shown to the problems; refuse signals that cannot follow."""
+        shown = {output.block.name: bool(output.gates) for output in routing}
+        for block in self._watched.blocks:
+            if block.name not in shown:
+                experts = type(self._model.get_submodule(block.experts)).__name__
+                problems.setdefault(
                     block.name,
-                    f"Block {block.name!r} calls its {type(experts).__name__} in a way that is not known, so"
-                    f" its routing cannot be seen: leave it out with skip={block.name!r} in discover, or"
-                    " score experts with removal='l2' and protection='deletion'.",
+                    f"Block {block.name!r} calls its {experts} in a way that is not known, so its routing"
+                    f" cannot be observed: leave it out with skip={block.name!r} in discover, or score"
+                    " experts with removal='l2' and protection='deletion'.",
                 )
-            if not exact[block.name] and self.needs & {"routed_gradients", "routed_losses"}:
+            elif not shown[block.name] and self._demand.any_of("routed_gradients", "routed_losses"):
                 raise FairprunerError(
                     f"The experts of block {block.name!r} hold parameters outside of linear and norm modules,"
                     " so routed_taylor cannot follow them: give another protection signal for experts, such"
                     " as 'deletion'."
                 )
-        if "routed_losses" in self.needs and not self._on_tokens:
+        if self._demand.any_of("routed_losses") and not self._on_tokens:
             raise FairprunerError(
                 "Signal 'routed_taylor_exact' needs the loss of every token, which only the default loss of a"
                 " language model has: use protection='routed_taylor'."
             )
 
-    def _tallies(
-        self, calls: Sequence[RouterOutput], output: Any, batch: Batch
-    ) -> dict[str, dict[str, Tensor]]:
-        """What the tokens of a batch sum up to for each expert of each block."""
-        tallies: dict[str, dict[str, Tensor]] = {}
+    def step(self, batch: Batch, half: int, signals: Sequence[RunningSignal]) -> None:
+        """Show one batch to all signals."""
+        info = BatchInfo(batch.predicted_tokens() if self._on_tokens else batch.size, half)
+        backward = self._demand.any_of("gradients", "gates", "routed_gradients")
+        if backward or self._watched.observed or self._watched.blocks:
+            observed = self._forward(batch, signals, with_graph=backward or bool(self._watched.blocks))
+            tallies = self._tallies(observed, batch)
+            if backward:
+                self._backward(observed, tallies, batch, info=info, signals=signals)
+            if self._watched.blocks:
+                for running in signals:
+                    running.accumulator.see_routing(tallies, info)
+        if self._demand.any_of("deletions"):
+            loss_change = self._loss_changes(batch)
+            for running in signals:
+                running.accumulator.see_deletions(loss_change, info)
+
+    def _forward(self, batch: Batch, signals: Sequence[RunningSignal], *, with_graph: bool) -> _Observed:
+        """Run the model on a batch and show the activations to the signals."""
+        showing = Showing(batch, self._labels(batch), signals)
+        gates: list[GateInput] = []
+        routing: list[RouterOutput] = []
+        expert_inputs: dict[Read, list[Tensor]] = {}  # [rows, C] of every call of an expert in a list
+        shown: set[Read] = set()
+
+        def visit(read: Read, source: Tensor, axis: int) -> Tensor:
+            if read in self._watched.observed and read.expert:
+                # Which samples the rows belong to is known only after the block has run.
+                expert_inputs.setdefault(read, []).append(rows_along(source.detach(), axis).clone())
+            elif read in self._watched.observed and read not in shown:
+                # A weight that is called several times is observed at its first call. It is shown at once,
+                # because the model may change the tensor in place later.
+                shown.add(read)
+                showing.activation(read, source.detach(), axis)
+            if not self._demand.any_of("gates"):
+                return source
+            gate = source.view_as(source) if source.requires_grad else source.detach().requires_grad_()
+            gates.append(GateInput(read, gate, axis))
+            return gate
+
+        with (
+            torch.set_grad_enabled(with_graph),
+            watching(self._watched.reads, visit, self._hooked),
+            watching_experts(self._model, self._watched.blocks, routing.append),
+        ):
+            output = forward(self._model, batch)
+        showing.expert_activations(expert_inputs, routing)
+        return _Observed(output, gates, routing)
+
+    def _backward(
+        self,
+        observed: _Observed,
+        tallies: Tallies,
+        batch: Batch,
+        *,
+        info: BatchInfo,
+        signals: Sequence[RunningSignal],
+    ) -> None:
+        """One backward pass from the mean loss, for parameters, gates of weights and gates of experts."""
+        routing = observed.routing if self._demand.any_of("routed_gradients") else []
+        loss = mean_loss(self._loss, observed.output, batch)
+        weights = self.weights if self._demand.any_of("gradients") else {}
+        gates = [gate.tensor for gate in observed.gates]
+        found = _gradients(loss, [*weights.values(), *gates, *gates_of(routing)], batch)
+        of_weights, rest = found[: len(weights)], found[len(weights) :]
+        of_gates, of_experts = rest[: len(gates)], rest[len(gates) :]
+        gradients = {
+            name: gradient for name, gradient in zip(weights, of_weights, strict=True) if gradient is not None
+        }
+        terms = gate_terms(observed.gates, of_gates, observed.routing, batch=batch, scale=info.samples)
+        for running in signals:
+            running.accumulator.see_gradients(gradients, info)
+            running.accumulator.see_gates(terms, info)
+        for output, slopes in zip(routing, slopes_of(routing, of_experts), strict=True):
+            # The gradient is that of the mean loss: times the samples, it is the sum over them.
+            total = output.by_expert(slopes * output.weight) * info.samples
+            _add(tallies[output.block.name], "weighted_term", total)
+
+    def _tallies(self, observed: _Observed, batch: Batch) -> Tallies:
+        """The sums over the tokens of a batch, for each expert of each block."""
+        tallies: Tallies = {}
         exact: Sequence[Tensor] = ()
-        if "routed_losses" in self.needs:
-            losses = token_losses(output, batch)
+        if self._demand.any_of("routed_losses"):
+            losses = token_losses(observed.output, batch)
             assert losses is not None  # the first batch has shown that the default loss is one of tokens
-            exact = loss_position_terms(calls, losses)
-        for position, call in enumerate(calls):
-            counted = counted_tokens(batch.inputs, batch.labels, call.block.name)
-            if counted is None or counted.numel() != call.tokens:
-                counted = torch.ones(call.tokens, dtype=torch.bool)
-            sums = tallies.setdefault(call.block.name, {})
-            for quantity, total in call.tally(counted.reshape(-1)).items():
+            exact = loss_position_terms(observed.routing, losses)
+        for position, output in enumerate(observed.routing):
+            counted = counted_tokens(batch.inputs, batch.labels, output.block.name)
+            if counted is None or counted.numel() != output.tokens:
+                counted = torch.ones(output.tokens, dtype=torch.bool)
+            sums = tallies.setdefault(output.block.name, {})
+            for quantity, total in output.tally(counted.reshape(-1)).items():
                 _add(sums, quantity, total)
             if exact:
                 _add(sums, "exact_term", exact[position])
+        for block in self._watched.blocks:
+            if block.name not in tallies:
+                raise FairprunerError(
+                    f"Block {block.name!r} was not called in batch {batch.position}, so its experts cannot be"
+                    f" scored: give inputs that use it, or leave it out with skip={block.name!r}."
+                )
         return tallies
 
     def _labels(self, batch: Batch) -> Tensor:
+        """The labels that signals see: classes, groups of classes, or the data's labels as they are."""
         if self._grouping is not None:
             return self._grouping(batch.class_labels())
         if self._comparing and batch.labels.ndim > 1 and real_tokens(batch.inputs) is not None:
             raise FairprunerError(
                 f"Signal {self._comparing[0]!r} compares classes, and batch {batch.position} has none: its"
-                f" labels are {describe(batch.labels)}. Give each sample a class, or choose a removal signal"
-                " without: activation, reconstruction, l2."
+                f" labels are {describe(batch.labels)}. Use a removal signal that needs no classes"
+                " (activation, reconstruction, l2), or give texts with a class each."
             )
         return batch.class_labels() if self._comparing else batch.labels
 
-    def _gradients(
-        self, loss: Tensor, gates: Sequence[Tensor], batch: Batch
-    ) -> tuple[dict[str, Tensor], list[Tensor | None]]:
-        """Gradients of the mean loss by parameter and for the gates; no `.grad` is touched."""
-        if not loss.requires_grad:
-            raise FairprunerError(
-                "The loss has no gradient: compute it from the model's output with torch functions, without"
-                " detach or item."
-            )
-        weights = self.weights if "gradients" in self.needs else {}
-        try:
-            found = torch.autograd.grad(loss, [*weights.values(), *gates], allow_unused=True)
-        except RuntimeError as error:
-            raise FairprunerError(f"The backward pass failed on batch {batch.position}: {error}") from error
-        named = zip(weights, found[: len(weights)], strict=True)
-        return {name: gradient for name, gradient in named if gradient is not None}, list(
-            found[len(weights) :]
-        )
-
     def _loss_changes(self, batch: Batch) -> Callable[[UnitSpace, int], float]:
+        """A function (space, unit) -> the change of the mean loss without that unit."""
+
         def loss_without(space: UnitSpace | None, unit: int) -> float:
             def visit(read: Read, source: Tensor, axis: int) -> Tensor:
                 if read.space is not space:
@@ -249,10 +338,9 @@ class Calibration:
 
             with ExitStack() as stack:
                 stack.enter_context(torch.no_grad())
-                stack.enter_context(watching(self._reads, visit, self._hooked))
-                stack.enter_context(
-                    watching_experts(self._model, self._fused, lambda call: None)
-                )  # shows what fused experts read
+                stack.enter_context(watching(self._watched.reads, visit, self._hooked))
+                # Run by our function, fused experts show what their last matrices read.
+                stack.enter_context(watching_experts(self._model, self._watched.fused, lambda output: None))
                 if space is not None and space.kind == "expert":
                     stack.enter_context(without_expert(self._model, space, unit))
                 return float(mean_loss(self._loss, forward(self._model, batch), batch))
@@ -261,18 +349,31 @@ class Calibration:
         return lambda space, unit: loss_without(space, unit) - whole
 
 
+def _gradients(loss: Tensor, inputs: Sequence[Tensor], batch: Batch) -> Sequence[Tensor | None]:
+    """The gradient of the loss for each input, None where there is none; no `.grad` is touched."""
+    if not loss.requires_grad:
+        raise FairprunerError(
+            "The loss has no gradient: compute it from the model's output with torch functions, without"
+            " detach or item."
+        )
+    try:
+        return torch.autograd.grad(loss, inputs, allow_unused=True)
+    except RuntimeError as error:
+        raise FairprunerError(f"The backward pass failed on batch {batch.position}: {error}") from error
+
+
 def _add(sums: dict[str, Tensor], quantity: str, total: Tensor) -> None:
     sums[quantity] = sums[quantity] + total if quantity in sums else total
 
 
 @contextmanager
 def learning(model: nn.Module, weights: Collection[nn.Parameter]) -> Iterator[None]:
-    """Only these weights get gradients inside, so that nothing is kept for those of the others;
-    afterwards all are as they were.
+    """Inside, only these weights get gradients, which saves the memory for the others; afterwards every
+    `requires_grad` is as before.
     """
     if any(parameter.is_inference() for parameter in model.parameters()):
         raise FairprunerError(
-            f"The {type(model).__name__} was made under torch.inference_mode, so that no gradient can pass:"
+            f"The {type(model).__name__} was made under torch.inference_mode, so it cannot have gradients:"
             " make it outside, or give copy.deepcopy(model)."
         )
     wanted = {id(weight) for weight in weights}

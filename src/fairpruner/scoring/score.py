@@ -1,5 +1,5 @@
-"""Score: spaces + calibration data -> removal and protection numbers, in one forward and backward over
-the data for all signals.
+"""Score: one forward and backward pass over the data gives the removal and protection numbers of every unit,
+for all signals together.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import itertools
 import statistics
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,9 +20,10 @@ from fairpruner.core.scores import Scores
 from fairpruner.core.spaces import Spaces
 from fairpruner.discovery import discover
 from fairpruner.errors import FairprunerError, FairprunerWarning
-from fairpruner.inputs.batches import Batch, Loss, forward, in_halves, read_batches
+from fairpruner.inputs.batches import Batch, Loss, check_rereadable, forward, in_halves, read_batches
 from fairpruner.inputs.tokens import real_tokens
 from fairpruner.models.calling import evaluating
+from fairpruner.models.devices import device_of_model
 from fairpruner.models.fingerprint import check_same_model
 from fairpruner.models.observing import LastInput, NotObservable
 from fairpruner.models.supported import check_has_numbers
@@ -41,13 +42,12 @@ from fairpruner.scoring.signals.selection import (
 )
 from fairpruner.terminal import progress
 
-# Rank correlations of two halves of the data, below which the ranks of experts are noise; about 50,000
-# tokens
-# for 60 experts (benchmarks/routing.py).
+# Below these rank correlations between two halves of the data, the ranks of experts are noise. 60 experts
+# reach them with about 50,000 tokens (benchmarks/routing.py).
 STABLE: dict[Side, float] = {"removal": 0.9, "protection": 0.4}
 MORE = "Give more tokens, of all kinds of text that matter; 100,000 are a good start."
 
-Results = Mapping[Side, Mapping[str, Result]]  # side -> what was asked for -> its outcome
+Results = Mapping[Side, Mapping[str, Result]]  # side -> name of the selection -> its result
 
 
 def score(
@@ -61,15 +61,14 @@ def score(
     groups: int | None = None,
     seed: int = 0,
 ) -> Scores:
-    """Give every unit a removal number (the paper's U-Score) and a protection number (its R-Score); the
-    model stays as it is.
+    """Give every unit a removal number (the paper's U-Score) and a protection number (its R-Score).
 
-    `data` yields batches: (input, label) or dicts. `loss(output, label)` is a mean over the batch,
-    cross-entropy on the logits by default. `removal` and `protection` name one signal or several, of
-    which the first is active; a mapping such as {"head": "activation", "expert": "reap"} is one, and left
-    out, each kind of space has its own. `groups` compares groups of similar classes in place of single
-    classes. Started in several processes, each given the same data, they share the batches out and all
-    return the same scores.
+    The model stays as it is. `data` yields batches: (input, label) or dicts. `loss(output, label)` is a mean
+    over the batch, by default the cross-entropy of the logits. `removal` and `protection` name one signal or
+    several, of which the first is active. A mapping from kinds of spaces, such as {"head": "activation",
+    "expert": "reap"}, counts as one signal. By default each kind of space has its own signal. `groups`
+    compares groups of similar classes instead of single classes. If `torchrun` started several processes,
+    give each the same data: they divide the batches among them, and all return the same scores.
 
     >>> from fairpruner.discovery import discover
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -85,133 +84,120 @@ def score(
     check_has_numbers(model)
     # Loaders draw from the random state too, so reading the data is part of what is undone.
     with torch.inference_mode(False), torch.enable_grad(), evaluating(model):
-        job = _Pass(model, data, asked, loss, groups, seed, Processes.current())
-        spaces, results, samples = job.over(spaces)
+        spaces, results, samples = _run(model, data, spaces, asked=asked, loss=loss, groups=groups, seed=seed)
     loss_name = "cross_entropy" if loss is None else getattr(loss, "__name__", type(loss).__name__)
     scores = _scores(spaces, results, samples, {"seed": seed, "groups": groups, "loss": loss_name})
     _warn_of_noise(scores)
     return scores
 
 
-@dataclass(frozen=True, eq=False)
-class _Pass:
-    """One pass over the data, and all that it needs besides the spaces to score."""
-
-    model: nn.Module
-    data: Iterable[Any]
-    asked: Mapping[Side, tuple[ByKind, ...] | None]
-    loss: Loss | None
-    groups: int | None
-    seed: int
-    processes: Processes
-
-    def over(self, spaces: Spaces | None) -> tuple[Spaces, Results, int]:
-        """The spaces scored, the outcome of every signal, and the number of samples; what signals cannot
-        look at is left out with a warning.
-        """
-        device = next(itertools.chain(self.model.parameters(), self.model.buffers()), torch.empty(0)).device
-        grouping = (
-            _group(self.model, self.data, device, self.groups, self.seed) if self.groups is not None else None
+def _run(
+    model: nn.Module,
+    data: Iterable[Any],
+    spaces: Spaces | None,
+    *,
+    asked: Mapping[Side, tuple[ByKind, ...] | None],
+    loss: Loss | None,
+    groups: int | None,
+    seed: int,
+) -> tuple[Spaces, Results, int]:
+    """One pass over the data: the spaces scored, the result of every signal, and the number of samples."""
+    device, processes = device_of_model(model), Processes.current()
+    grouping = None if groups is None else _group(model, data, device, groups=groups, seed=seed)
+    batches = read_batches(data, device)
+    first = next(batches, None)
+    if first is None:
+        raise FairprunerError(
+            "The data holds no samples: give a loader, or a list of batches, that yields at least one."
         )
-        while True:
-            batches = read_batches(self.data, device)
-            first = next(batches, None)
-            if first is None:
-                raise FairprunerError(
-                    "The data holds no samples: give a loader, or a list of batches, that yields at least"
-                    " one."
-                )
-            spaces = _spaces(self.model, spaces, first)
-            chosen = {
-                side: select_signals(side, wanted or (default_signals(side, first.has_classes),), spaces)
-                for side, wanted in self.asked.items()
-            }
-            calibration = Calibration(self.model, spaces, self.loss, _distinct(chosen), grouping)
-            try:
-                return spaces, *self._readings(calibration, chosen, spaces, first, batches)
-            except NotObservable as unseen:
-                left = calibration.spaces_at(unseen.name).intersection(spaces.names)
-                if (
-                    len(left) in (0, len(spaces))
-                    or isinstance(self.data, Iterator)
-                    or self.processes.size > 1
-                ):  # nothing would be left, or no second try
-                    raise
-                warnings.warn(
-                    f"Left out of the scores: {', '.join(sorted(left))}. {unseen}",
-                    FairprunerWarning,
-                    stacklevel=3,
-                )
-                spaces = spaces.without(dict.fromkeys(left, str(unseen)))
+    spaces = _spaces(model, spaces, first)
+    wanted = {side: signals or (default_signals(side, first.has_classes),) for side, signals in asked.items()}
 
-    def _readings(
-        self,
-        calibration: Calibration,
-        chosen: Mapping[Side, Sequence[Selection]],
-        spaces: Spaces,
-        first: Batch,
-        batches: Iterator[Batch],
-    ) -> tuple[Results, int]:
-        with learning(self.model, calibration.weights.values()):
-            expected = calibration.look(first)
-            classes = expected if self.groups is None else self.groups
-            contexts = {side: Context(self.model, spaces, side, classes, self.seed) for side in chosen}
-            parts = {
-                side: [part for selection in chosen[side] for part in _start(selection, context)]
-                for side, context in contexts.items()
-            }
-            everything = [part for of_side in parts.values() for part in of_side]
-            samples = 0
-            shared = self.processes.share(itertools.chain([first], batches))
-            with progress("scoring", self.data) as advance:
-                for half, batch in in_halves(shared) if calibration.needs else ():
-                    calibration.step(batch, half, everything)
-                    samples += batch.size
-                    advance(batch.size)
-        if self.processes.size > 1:
-            samples = sum(self.processes.gathered(samples))
-            for part in everything:
-                part.accumulator.join(self.processes)
-        with torch.autocast(first.labels.device.type, enabled=False):
-            return {side: _read(of_side) for side, of_side in parts.items()}, samples
+    def prepare(spaces: Spaces) -> tuple[dict[Side, tuple[Selection, ...]], Calibration]:
+        chosen = {side: select_signals(side, signals, spaces) for side, signals in wanted.items()}
+        return chosen, Calibration(model, spaces, _distinct(chosen), loss=loss, grouping=grouping)
+
+    chosen, calibration = prepare(spaces)
+    hidden = calibration.look(first)
+    if hidden:
+        spaces = _without_hidden(spaces, hidden)
+        chosen, calibration = prepare(spaces)
+        calibration.look(first)
+    classes = calibration.classes if groups is None else groups
+    running = {
+        side: [
+            one
+            for selection in selections
+            for one in _start(selection, Context(model, spaces, side, classes, seed))
+        ]
+        for side, selections in chosen.items()
+    }
+    signals = [one for of_side in running.values() for one in of_side]
+    samples = 0
+    shared = processes.share(itertools.chain([first], batches))
+    with learning(model, calibration.weights.values()), progress("scoring", data) as advance:
+        for half, batch in in_halves(shared) if calibration.needs_data else ():
+            calibration.step(batch, half, signals)
+            samples += batch.size
+            advance(batch.size)
+    if processes.size > 1:
+        samples = sum(processes.gathered(samples))
+        for one in signals:
+            one.accumulator.join(processes)
+    with torch.autocast(device.type, enabled=False):
+        return spaces, {side: _results(of_side) for side, of_side in running.items()}, samples
+
+
+def _without_hidden(spaces: Spaces, hidden: Mapping[str, str]) -> Spaces:
+    """The spaces that can be observed, with a warning that names the others; an error if none is left."""
+    gone = {name: reason for name, reason in hidden.items() if name in spaces.names}
+    reasons = list(dict.fromkeys(gone.values()))
+    if len(gone) == len(spaces):
+        raise NotObservable(next(iter(gone)), reasons[0])
+    for reason in reasons:
+        names = sorted(name for name in gone if gone[name] == reason)
+        warnings.warn(
+            f"Left out of the scores: {', '.join(names)}. {reason}", FairprunerWarning, stacklevel=4
+        )
+    return spaces.without(gone)
 
 
 def _distinct(chosen: Mapping[Side, Sequence[Selection]]) -> list[Selection]:
-    """All selections; one name may serve both roles only for signals that see no data, which have no halves
-    to confuse.
+    """All selections. A removal and a protection signal may share a name only if they see no data, because
+    the scores of two halves of the data are stored under the name alone.
     """
     selections = [selection for of_side in chosen.values() for selection in of_side]
-    seen = [selection.name for selection in selections if any(signal.needs for signal in selection.signals)]
-    if len(set(seen)) != len(seen):
+    names = [selection.name for selection in selections if any(signal.needs for signal in selection.signals)]
+    if len(set(names)) != len(names):
         raise FairprunerError(
-            f"A removal and a protection signal share a name, found {sorted(seen)}: rename one."
+            f"A removal and a protection signal share a name, found {sorted(names)}: rename one."
         )
     return selections
 
 
 def _start(selection: Selection, context: Context) -> Iterator[RunningSignal]:
-    """The signals of a selection, each at work on the spaces of its kinds."""
+    """Start the signals of a selection, each on the spaces of its kinds."""
     for signal in selection.signals:
         kinds = selection.kinds_of(signal)
-        yield RunningSignal(
-            selection.name, signal, kinds, signal.start(replace(context, spaces=context.spaces.only(kinds)))
-        )
+        accumulator = signal.start(replace(context, spaces=context.spaces.only(kinds)))
+        yield RunningSignal(selection.name, signal, kinds, accumulator)
 
 
-def _read(parts: Sequence[RunningSignal]) -> dict[str, Result]:
-    """The outcome of every selection, its signals' results put together."""
+def _results(signals: Sequence[RunningSignal]) -> dict[str, Result]:
+    """The result of every selection: those of its signals, merged."""
     found: dict[str, Result] = {}
-    for part in parts:
-        result, before = part.accumulator.result(), found.get(part.name, Result({}))
-        merged = ({**getattr(before, field.name), **getattr(result, field.name)} for field in fields(Result))
-        found[part.name] = Result(*merged)
+    for running in signals:
+        result, before = running.accumulator.result(), found.get(running.selection, Result({}))
+        found[running.selection] = Result(
+            {**before.scores, **result.scores},
+            {**before.halves, **result.halves},
+            {**before.settings, **result.settings},
+        )
     return found
 
 
 def _spaces(model: nn.Module, spaces: Spaces | None, first: Batch) -> Spaces:
-    """The spaces to score, found from the first sample if none are given, and checked to be the model's
-    own.
-    """
+    """The given spaces, checked to be this model's, or those that discovery finds from the first sample."""
     if spaces is None:
         spaces = discover(model, first.rows(0, 1).inputs)
     check_same_model(model, spaces.fingerprint, "The spaces belong", step="Discover them again.")
@@ -224,14 +210,10 @@ def _spaces(model: nn.Module, spaces: Spaces | None, first: Batch) -> Spaces:
 
 
 def _group(
-    model: nn.Module, data: Iterable[Any], device: torch.device, groups: int, seed: int
+    model: nn.Module, data: Iterable[Any], device: torch.device, *, groups: int, seed: int
 ) -> ClassGroups:
     """Cluster the classes by their mean penultimate features, in a forward pass of its own."""
-    if isinstance(data, Iterator):
-        raise FairprunerError(
-            f"groups={groups} needs to read the data twice, and a {type(data).__name__} can be read once:"
-            " give a loader or a list of batches."
-        )
+    check_rereadable(data, f"groups={groups} reads it twice")
 
     def features() -> Iterator[tuple[Tensor, Tensor]]:
         with progress("grouping classes", data) as advance, torch.no_grad():
@@ -245,12 +227,12 @@ def _group(
 
 
 def _warn_of_noise(scores: Scores) -> None:
-    """Tell the caller when two halves of the data rank the experts too differently: the ranks of rarely
-    used ones settle slowly.
+    """Warn if two halves of the data rank the experts too differently: rarely used experts need many
+    tokens.
     """
     if scores.samples == 1 and any(space.kind == "expert" for space in scores.spaces):
         warnings.warn(
-            f"One sample cannot rank experts: nothing tells what another would say. {MORE}",
+            f"One sample cannot rank experts: no second one shows how far the ranks vary. {MORE}",
             FairprunerWarning,
             stacklevel=3,
         )

@@ -1,8 +1,7 @@
-"""Seeing what routers and experts do: which token went to which expert, with what weight, and what came
-of it.
+"""Observing routed experts: which token went to which expert, with what router weight, and what it gave.
 
-Blocks call their experts in three ways, each with a watcher of its own. All of them hand over the same
-`RouterOutput`.
+Blocks call their experts in three ways: transformers' fused experts, fused experts that see all tokens, and
+lists of modules. Each way has an observer of its own, and all of them report the same `RouterOutput`.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from torch import nn
 
 from fairpruner.models.calling import tensors_of
 from fairpruner.models.experts import ExpertBlock
+from fairpruner.models.observing import NotObservable
 from fairpruner.models.routing.dense import DenseExperts
 from fairpruner.models.routing.fused import running_fused
 from fairpruner.models.routing.listed import ListedExperts, RecentTensors
@@ -38,42 +38,51 @@ __all__ = [
 ]
 
 
+def _refuse(problem: NotObservable) -> None:
+    raise problem
+
+
 @contextmanager
-def watching_experts(model: nn.Module, blocks: Sequence[ExpertBlock], visit: RouterVisitor) -> Iterator[None]:
-    """Inside, with gradients enabled, every forward shows `visit` what each block of experts did;
-    afterwards the model is as it was.
+def watching_experts(
+    model: nn.Module,
+    blocks: Sequence[ExpertBlock],
+    visit: RouterVisitor,
+    *,
+    on_problem: Callable[[NotObservable], None] = _refuse,
+) -> Iterator[None]:
+    """Inside, with gradients enabled, every forward calls `visit` with what each block's router did.
+
+    A block that combines its experts in an unknown way goes to `on_problem`, which raises by default.
     """
-    heard: RouterTensors = {}
+    tensors: RouterTensors = {}
     fused: dict[Any, ExpertBlock] = {}
-    since = RecentTensors()
+    recent = RecentTensors()
     with ExitStack() as stack:
         if any(isinstance(model.get_submodule(block.experts), nn.ModuleList) for block in blocks):
-            stack.enter_context(since)
+            stack.enter_context(recent)
         for block in blocks:
-            experts, caller = (
-                model.get_submodule(block.experts),
-                model.get_submodule(block.experts.rpartition(".")[0]),
-            )
-            if model.get_submodule(block.router) is not caller:
-                stack.callback(
-                    model.get_submodule(block.router).register_forward_hook(_hear(heard, block)).remove
-                )
+            experts = model.get_submodule(block.experts)
+            caller = model.get_submodule(block.experts.rpartition(".")[0])
+            router = model.get_submodule(block.router)
+            if router is not caller:
+                stack.callback(router.register_forward_hook(_keep_tensors(tensors, block)).remove)
             if isinstance(experts, nn.ModuleList):
-                ListedExperts(block, heard, visit, experts, caller, since).attach(stack)
+                listed = ListedExperts(block, tensors, visit, recent=recent, on_problem=on_problem)
+                listed.attach(stack, experts, caller)
             elif hasattr(experts, "is_transposed"):
                 fused[experts] = block
             else:
-                dense = DenseExperts(block, heard, visit)
+                dense = DenseExperts(block, tensors, visit)
                 dense.attach(stack, experts)
                 stack.enter_context(dense)
         if fused:
-            stack.enter_context(running_fused(fused, heard, visit))
+            stack.enter_context(running_fused(fused, tensors, visit))
         yield
 
 
-def _hear(heard: RouterTensors, block: ExpertBlock) -> Callable[[nn.Module, Any, Any], None]:
+def _keep_tensors(tensors: RouterTensors, block: ExpertBlock) -> Callable[[nn.Module, Any, Any], None]:
     def leave(module: nn.Module, args: Any, output: Any) -> None:
-        heard[block.name] = [
+        tensors[block.name] = [
             t.detach().reshape(-1, block.size)
             for t in tensors_of(output)
             if t.is_floating_point() and t.shape[-1] == block.size

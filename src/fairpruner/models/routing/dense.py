@@ -1,4 +1,4 @@
-"""Fused experts that all see all tokens."""
+"""Fused experts that all see all tokens, as in Llama 4."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from fairpruner.models.routing.outputs import (
 
 
 class DenseExperts(TorchFunctionMode):
-    """Fused experts that all see all tokens, [E * T, H] weighted by the router beforehand, in batched
-    products (Llama 4).
+    """Observes experts that compute batched products of all tokens, [E * T, H], which the router has
+    weighted before.
     """
 
-    def __init__(self, block: ExpertBlock, heard: RouterTensors, visit: RouterVisitor) -> None:
+    def __init__(self, block: ExpertBlock, tensors: RouterTensors, visit: RouterVisitor) -> None:
         super().__init__()
-        self._block, self._heard, self._visit = block, heard, visit
+        self._block, self._tensors, self._visit = block, tensors, visit
         self._weights: set[int] = set()
         self._gate = torch.empty(0)
 
@@ -62,10 +62,8 @@ class DenseExperts(TorchFunctionMode):
 
     def _leave(self, experts: nn.Module, args: Any, output: Tensor) -> None:
         tokens = len(args[0]) // self._block.size
-        weights, logits = (
-            logits_in(self._heard, self._block, tokens),
-            logits_in(self._heard, self._block, tokens, -1),
-        )
+        weights = logits_in(self._tensors, self._block, tokens)
+        logits = logits_in(self._tensors, self._block, tokens, -1)
         if len(args) > 1 or weights is None or len(args[0]) != weights.numel():
             return
         pair = torch.arange(weights.numel(), device=weights.device)
@@ -73,11 +71,11 @@ class DenseExperts(TorchFunctionMode):
             RouterOutput(
                 self._block,
                 tokens,
-                pair % tokens,
-                pair // tokens,
-                weights.T.reshape(-1),
-                norms(output),
-                (self._gate,),
-                logits,
+                token=pair % tokens,
+                expert=pair // tokens,
+                weight=weights.T.reshape(-1),
+                norm=norms(output),
+                gates=(self._gate,),
+                logits=logits,
             )
         )

@@ -1,5 +1,5 @@
-"""The fused experts of transformers, run by a function of ours that sees every pair of a token and an
-expert.
+"""The fused experts of transformers, run by a function of this package that sees every pair of a token and
+an expert.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from fairpruner.models.routing.outputs import (
     norms,
 )
 
-IMPLEMENTATION = "fairpruner"  # the name under which transformers runs our experts during the pass
+IMPLEMENTATION = "fairpruner"  # the name of our `run` among transformers' ways to call experts
 
 
 @contextmanager
 def running_fused(
-    fused: Mapping[Any, ExpertBlock], heard: RouterTensors, visit: RouterVisitor
+    fused: Mapping[Any, ExpertBlock], tensors: RouterTensors, visit: RouterVisitor
 ) -> Iterator[None]:
-    """The fused experts of transformers, called with (hidden [T, H], chosen [T, k], weights [T, k]), are
-    run by a function of ours.
+    """Inside, transformers calls our `run` for fused experts, with hidden states [T, H] and the chosen
+    experts and their router weights, [T, k] each.
     """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -50,12 +50,9 @@ def running_fused(
             _products(experts, "gate_up_proj" if experts.has_gate else "up_proj", hidden[token], counts), gate
         )  # [P, I or 2 I]
         inner = experts._apply_gate(up) if experts.has_gate else experts.act_fn(up)  # [P, I]
-        if has_torch_function(
-            (inner,)
-        ):  # whoever watches hidden units inside the experts sees them in the order of tokens
-            inner = consumed(
-                inner[order.argsort()], experts.down_proj.mT if experts.is_transposed else experts.down_proj
-            )[order]
+        if has_torch_function((inner,)):  # observers see hidden units inside experts in the order of tokens
+            down = experts.down_proj.mT if experts.is_transposed else experts.down_proj
+            inner = consumed(inner[order.argsort()], down)[order]
         output = gated(_products(experts, "down_proj", inner, counts), gate)  # [P, H]
         if experts.has_post_expert_norm:
             output = experts.post_expert_norm(output)
@@ -68,11 +65,11 @@ def running_fused(
                     len(hidden),
                     token,
                     expert,
-                    weight.detach(),
-                    norms(output),
-                    (gate,),
-                    logits_in(heard, block, len(hidden)),
-                    None if experts.has_post_expert_norm else inner.detach(),
+                    weight=weight.detach(),
+                    norm=norms(output),
+                    gates=(gate,),
+                    logits=logits_in(tensors, block, len(hidden)),
+                    inner=None if experts.has_post_expert_norm else inner.detach(),
                 )
             )
         return torch.zeros_like(hidden).index_add(0, token, output.to(hidden.dtype))
@@ -91,8 +88,8 @@ def running_fused(
 
 
 def _products(experts: Any, name: str, rows: Tensor, counts: Sequence[int]) -> Tensor:
-    """What the experts' matrices make of their rows, [P, in] -> [P, out], the first `counts[0]` rows
-    being those of expert 0.
+    """The experts' matrices applied to their rows, [P, in] -> [P, out]; the first `counts[0]` rows belong
+    to expert 0.
     """
     weights: Tensor = getattr(experts, name)  # [E, out, in], or the other way round
     biases = getattr(experts, f"{name}_bias") if experts.has_bias else [None] * len(weights)

@@ -1,4 +1,10 @@
-"""What is seen of one call of a block, and the exact first-order terms that gates take out of it."""
+"""What one call of a block of experts shows, and the exact first-order terms that its gates give.
+
+**Gates.** An operation z = f(W, x) that is linear in its parameters W (a matrix product with its bias, the
+scale of a norm) satisfies <dL/dW, W> = <dL/dz, z>, because f(g W, x) = g z for every number g. So a gate
+g = 1 on the rows of z gets the gradient <dL/dz, z>, row by row. Summed over the operations of an expert,
+this is each token's part of the expert's term in the paper's R-Score. No weight needs a gradient for it.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +17,12 @@ import torch
 from torch import Tensor
 
 from fairpruner.models.experts import ExpertBlock
+from fairpruner.models.precision import wide_dtype, widened
 
 
 @dataclass(frozen=True, eq=False)
 class RouterOutput:
-    """One call of a block: P pairs of a token and an expert; those of weight 0 were not chosen."""
+    """One call of a block: P pairs of a token and an expert. A pair of weight 0 was not chosen."""
 
     block: ExpertBlock
     tokens: int
@@ -23,13 +30,9 @@ class RouterOutput:
     expert: Tensor  # [P]
     weight: Tensor  # [P] router weights
     norm: Tensor  # [P] norms of what the pairs add to the block's output
-    # ones, [P] together, whose gradients are each pair's part of <gradient, weights of the expert>; none
-    # if
-    # experts hide some
-    gates: tuple[Tensor, ...]
+    gates: tuple[Tensor, ...]  # ones, [P] together; empty if some parameters of the experts have no gate
     logits: Tensor | None  # [tokens, E] of the router
-    # [P, I] what the last products of the experts read, where each pair's output is just that times its
-    # weight
+    # [P, I] the inputs of the experts' last matrices, if a pair's output is that product times its weight
     inner: Tensor | None = None
 
     def by_expert(self, values: Tensor) -> Tensor:
@@ -37,48 +40,37 @@ class RouterOutput:
         return self.by_group(values, torch.zeros_like(self.token), 1)[0]
 
     def by_group(self, values: Tensor, group: Tensor, groups: int) -> Tensor:
-        """Values [P] summed over the pairs of each group, given for each pair, and expert: [groups, E],
-        on the CPU, since blocks may lie on several devices.
+        """Values [P] summed over the pairs of each group and expert, [groups, E]; `group` [P] is the group
+        of each pair. The sums are on the CPU, because blocks may lie on several devices.
         """
         sums = torch.zeros(groups * self.block.size, dtype=torch.float64)
-        return sums.index_add_(
-            0, (group * self.block.size + self.expert).cpu(), values.detach().to("cpu", torch.float64)
-        ).view(groups, -1)
+        place = (group * self.block.size + self.expert).cpu()
+        return sums.index_add_(0, place, values.detach().to("cpu").to(torch.float64)).view(groups, -1)
 
     def tally(self, counted: Tensor) -> dict[str, Tensor]:
-        """What the `counted` tokens, bool [tokens], sum up to for each expert."""
+        """Sums over the `counted` tokens, bool [tokens], for each expert, [E]."""
         counted = counted.to(self.token.device)
         ours = counted[self.token] & (self.weight != 0)  # [P]
         sums = {
-            "tokens": counted.sum().to("cpu", torch.float64)[None],
+            "tokens": counted.sum().cpu().to(torch.float64)[None],
             "selected": self.by_expert(ours),
             "weight": self.by_expert(ours * self.weight),
             "output": self.by_expert(ours * self.norm),
         }
         if self.logits is not None:
-            sums["softmax"] = probabilities(self.logits.detach())[counted].sum(0).to("cpu", torch.float64)
+            sums["softmax"] = probabilities(self.logits.detach())[counted].sum(0).cpu().to(torch.float64)
         return sums
 
 
 def probabilities(logits: Tensor) -> Tensor:
-    """The softmax of a router's logits, [tokens, E]; some routers hand out probabilities already."""
-    values = logits if logits.dtype == torch.float64 else logits.float()
-    return (
-        values
-        if bool((values >= 0).all())
-        and torch.allclose(values.sum(1), torch.ones_like(values[:, 0]), atol=1e-3)
-        else values.softmax(1)
-    )
+    """The softmax of a router's logits, [tokens, E]; unchanged if the router already gave probabilities."""
+    values = widened(logits)
+    normalised = torch.allclose(values.sum(1), torch.ones_like(values[:, 0]), atol=1e-3)
+    return values if normalised and bool((values >= 0).all()) else values.softmax(1)
 
 
 class Gated(torch.autograd.Function):
-    """The identity on [P, …], through which a gate of ones [P] gets the gradient <dL/dvalue, value> of
-    each row.
-
-    Whatever is linear in its parameters jointly, as a product with a bias, has <dL/dparameters,
-    parameters> = <dL/dvalue, value>. So the gates of an expert's products, summed, are its term in the
-    paper's R-Score, and no weight ever gets a gradient.
-    """
+    """The identity on [P, …]; a gate of ones [P] gets the gradient <dL/dvalue, value> of each row."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, gate: Tensor) -> Tensor:
@@ -95,12 +87,7 @@ class Gated(torch.autograd.Function):
 
 def new_gate(rows: int, like: Tensor) -> Tensor:
     """Ones that can get a gradient, [rows], in at least float32."""
-    return torch.ones(
-        rows,
-        dtype=torch.float64 if like.dtype == torch.float64 else torch.float32,
-        device=like.device,
-        requires_grad=True,
-    )
+    return torch.ones(rows, dtype=wide_dtype(like), device=like.device, requires_grad=True)
 
 
 def gated(value: Tensor, gate: Tensor) -> Tensor:
@@ -108,62 +95,60 @@ def gated(value: Tensor, gate: Tensor) -> Tensor:
     return output
 
 
-def loss_position_terms(calls: Sequence[RouterOutput], losses: Tensor) -> list[Tensor]:
-    """For each call the sum, [E], over all tokens of their router weight times <gradient of their own
-    loss, weights of the expert>.
+def loss_position_terms(outputs: Sequence[RouterOutput], losses: Tensor) -> list[Tensor]:
+    """For each output the sum over all tokens, [E], of the token's router weight times <gradient of the
+    token's own loss, weights of the expert>.
 
-    `losses` [N, T] are those of the tokens; texts do not mix, so that one backward serves a position of
-    all of them.
+    `losses` [N, T] are those of the tokens. Texts do not mix, so one backward serves one position of all.
     """
     texts, length = losses.shape
-    terms = [torch.zeros(call.block.size, dtype=torch.float64) for call in calls]
+    terms = [torch.zeros(output.block.size, dtype=torch.float64) for output in outputs]
     weights = [
-        call.by_group(call.weight, call.token, call.tokens).view(texts, length, -1) for call in calls
+        output.by_group(output.weight, output.token, output.tokens).view(texts, length, -1)
+        for output in outputs
     ]  # [N, T, E] each
     for position in range(length):
         if losses[:, position].any():
             found = torch.autograd.grad(
-                losses[:, position].sum(), gates_of(calls), retain_graph=True, allow_unused=True
+                losses[:, position].sum(), gates_of(outputs), retain_graph=True, allow_unused=True
             )
-            for term, weight, call, slopes in zip(
-                terms, weights, calls, slopes_of(calls, found), strict=True
-            ):
-                term += (weight[:, position] * call.by_group(slopes, call.token // length, texts)).sum(0)
+            slopes = slopes_of(outputs, found)
+            for term, weight, output, slope in zip(terms, weights, outputs, slopes, strict=True):
+                term += (weight[:, position] * output.by_group(slope, output.token // length, texts)).sum(0)
     return terms
 
 
-def gates_of(calls: Sequence[RouterOutput]) -> list[Tensor]:
-    return [gate for call in calls for gate in call.gates]
+def gates_of(outputs: Sequence[RouterOutput]) -> list[Tensor]:
+    return [gate for output in outputs for gate in output.gates]
 
 
-def slopes_of(calls: Sequence[RouterOutput], gradients: Sequence[Tensor | None]) -> list[Tensor]:
-    """For each call its pairs' parts of <gradient, weights of the expert>, [P], from the gradients of all
+def slopes_of(outputs: Sequence[RouterOutput], gradients: Sequence[Tensor | None]) -> list[Tensor]:
+    """For each output its pairs' parts of <gradient, weights of the expert>, [P], from the gradients of all
     gates.
     """
     slopes = [
         torch.zeros_like(gate) if gradient is None else gradient
-        for gate, gradient in zip(gates_of(calls), gradients, strict=True)
+        for gate, gradient in zip(gates_of(outputs), gradients, strict=True)
     ]
-    starts = itertools.accumulate((len(call.gates) for call in calls), initial=0)
+    starts = itertools.accumulate((len(output.gates) for output in outputs), initial=0)
     return [
-        torch.cat(slopes[start : start + len(call.gates)]) for start, call in zip(starts, calls, strict=False)
+        torch.cat(slopes[start : start + len(output.gates)])
+        for start, output in zip(starts, outputs, strict=False)
     ]
 
 
 RouterVisitor = Callable[[RouterOutput], None]
-# block -> what its router gave for every token and expert, [tokens, E] each
+# name of the block -> what its router module returned for every token and expert, [tokens, E] each
 RouterTensors = dict[str, list[Tensor]]
 
 
-def logits_in(heard: RouterTensors, block: ExpertBlock, tokens: int, position: int = 0) -> Tensor | None:
-    found = heard.get(block.name)
+def logits_in(tensors: RouterTensors, block: ExpertBlock, tokens: int, position: int = 0) -> Tensor | None:
+    """The router's tensor at a position in its output, [tokens, E]; None if it gave none of this length."""
+    found = tensors.get(block.name)
     return found[position] if found and len(found[position]) == tokens else None
 
 
 def norms(output: Tensor) -> Tensor:
-    norms: Tensor = torch.linalg.vector_norm(
-        output.detach().flatten(1),
-        dim=1,
-        dtype=torch.float64 if output.dtype == torch.float64 else torch.float32,
-    )
-    return norms
+    """The Euclidean norm of each row, [P, …] -> [P], in at least float32."""
+    rows: Tensor = torch.linalg.vector_norm(output.detach().flatten(1), dim=1, dtype=wide_dtype(output))
+    return rows

@@ -27,19 +27,19 @@ ROUTED: frozenset[Kind] = frozenset({"expert"})
 
 @dataclass(frozen=True, eq=False)
 class Context:
-    """What a signal may know before the first sample."""
+    """What a signal knows before the first sample."""
 
     model: nn.Module
     spaces: Spaces
     side: Side
-    classes: int  # how many to expect
+    classes: int  # how many classes to expect
     seed: int
 
 
 @dataclass(frozen=True)
 class BatchInfo:
-    """One batch: its number of samples (for a language model, of predicted tokens), and which half of the
-    data (0 or 1) it belongs to.
+    """The size of one batch in samples, or in predicted tokens for a language model, and the half of the
+    data (0 or 1) that the batch belongs to.
     """
 
     samples: int
@@ -48,8 +48,8 @@ class BatchInfo:
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """A signal's outcome: scores [J] for each space, those of two disjoint halves of the data [2, J], and
-    how they were made.
+    """A signal's scores for each space, [J], those of two disjoint halves of the data, [2, J], and the
+    settings that they were made with.
     """
 
     scores: Mapping[str, Floats]
@@ -58,50 +58,44 @@ class Result:
 
 
 class Accumulator:
-    """One signal during one calibration pass; overrides what it asked to be shown."""
+    """What one signal accumulates during one calibration pass; it overrides what its signal needs."""
 
-    pools_tokens: ClassVar[bool] = (
-        # of texts, show the mean over the real tokens of each; otherwise every real token is a sample
-        False
-    )
+    # For texts, whether to show the mean over the real tokens of each; otherwise every token is a sample.
+    pools_tokens: ClassVar[bool] = False
 
     def see_activation(self, space: UnitSpace, activation: Tensor, labels: Tensor) -> None:
-        """What the space's consumer reads, [N, J, F], and the labels of the samples, [N]."""
+        """What the space's consumer reads, [N, J, F], and the labels of the samples, [N, …]."""
 
     def see_gradients(self, gradients: Mapping[str, Tensor], info: BatchInfo) -> None:
-        """The mean loss's gradient by parameter, for every parameter that a unit owns a part of."""
+        """Parameter -> gradient of the mean loss, for every parameter that units own slices of."""
 
     def see_gates(self, terms: Mapping[str, Tensor], info: BatchInfo) -> None:
-        """For each space, minus the first-order change of each sample's loss as a unit is gated off, [N,
-        J].
-        """
+        """Space -> [N, J], minus the first-order change of each sample's loss when a unit is set to zero."""
 
     def see_deletions(self, loss_change: Callable[[UnitSpace, int], float], info: BatchInfo) -> None:
-        """A function that gives the change of the mean loss when one unit of a space is removed."""
+        """A function (space, unit) -> the change of the mean loss when the unit is removed."""
 
     def see_routing(self, tallies: Mapping[str, Mapping[str, Tensor]], info: BatchInfo) -> None:
-        """For each space of experts, what the batch's tokens sum up to for each expert, [E]: how many
-        selected it, with what router weight, …
+        """Space of experts -> quantity -> its sum over the batch's tokens for each expert, [E]: how many
+        tokens selected it, with what router weight, …
         """
 
     def join(self, processes: Processes) -> None:
-        """Take in what this signal's accumulators saw in the other processes of a job, so that all hold the
-        same; nothing to do without data.
-        """
+        """Add what this signal accumulated in the other processes of a job, so that all hold the same."""
 
     def result(self) -> Result:
-        """The outcome, asked for once, after the last batch."""
+        """The scores; called once, after the last batch."""
         raise NotImplementedError
 
 
 class Signal(ABC):
-    """A way to give each unit one number; `start` opens a fresh measurement, so one signal may serve many
+    """A way to give each unit one number; `start` begins a new accumulation, so one signal serves many
     passes.
     """
 
     name: str
-    kinds: ClassVar[frozenset[Kind]] = DENSE  # of the spaces that it can score
-    needs: ClassVar[frozenset[Observation]] = frozenset()  # nothing: the weights are enough
+    kinds: ClassVar[frozenset[Kind]] = DENSE  # of spaces that it can score
+    needs: ClassVar[frozenset[Observation]] = frozenset()  # empty: the weights are enough
     compares_classes: ClassVar[bool] = False  # labels must be class indices
 
     @abstractmethod
@@ -113,7 +107,7 @@ WeightFunction = Callable[[UnitSpace, nn.Module], Values]
 
 
 def as_scores(values: Values, space: UnitSpace, signal: str) -> Floats:
-    """J numbers of any kind as float64 [J], checked."""
+    """J numbers as float64 [J], checked for their length and to be finite."""
     scores = np.asarray(values.detach().cpu() if isinstance(values, Tensor) else values, dtype=np.float64)
     check_scores(scores, space, signal)
     return scores
@@ -121,7 +115,7 @@ def as_scores(values: Values, space: UnitSpace, signal: str) -> Floats:
 
 @dataclass(frozen=True)
 class WeightSignal(Signal):
-    """A signal that looks at the weights only: a function of (space, model) that returns J numbers."""
+    """A signal of the weights alone: a function (space, model) -> J numbers."""
 
     name: str
     function: WeightFunction
@@ -147,10 +141,11 @@ class _WeightAccumulator(Accumulator):
 
 @dataclass(frozen=True)
 class ActivationSignal(Signal):
-    """A signal that sees the activations: a class built as `kind(space)` with `update(activation,
-    labels)` and `compute()`.
+    """A signal of the activations: a class built as `kind(space)` with `update(activation, labels)` and
+    `compute()`.
 
-    If the class also has `halves()`, it returns the scores of two disjoint halves of the samples, [2, J].
+    The class may also have `halves()`, which returns the scores of two disjoint halves of the samples,
+    [2, J], and `join(processes)`.
     """
 
     name: str
@@ -164,29 +159,29 @@ class ActivationSignal(Signal):
 class _ActivationAccumulator(Accumulator):
     def __init__(self, signal: ActivationSignal, context: Context) -> None:
         self._name, self._spaces = signal.name, context.spaces
-        self._watchers = {space.name: signal.kind(space) for space in context.spaces}
+        self._by_space = {space.name: signal.kind(space) for space in context.spaces}
 
     def see_activation(self, space: UnitSpace, activation: Tensor, labels: Tensor) -> None:
-        self._watchers[space.name].update(activation, labels)
+        self._by_space[space.name].update(activation, labels)
 
     def join(self, processes: Processes) -> None:
-        for watcher in self._watchers.values():
-            if not hasattr(watcher, "join"):
+        for own in self._by_space.values():
+            if not hasattr(own, "join"):
                 raise FairprunerError(
                     f"Signal {self._name!r} saw a part of the data in each of {processes.size} processes:"
-                    " give it a method join(processes), or score in one."
+                    " give its class a method join(processes), or score in one process."
                 )
-            watcher.join(processes)
+            own.join(processes)
 
     def result(self) -> Result:
         scores = {
-            space.name: as_scores(self._watchers[space.name].compute(), space, self._name)
+            space.name: as_scores(self._by_space[space.name].compute(), space, self._name)
             for space in self._spaces
         }
         halves = {
-            name: np.asarray(w.halves(), dtype=np.float64)
-            for name, w in self._watchers.items()
-            if hasattr(w, "halves")
+            name: np.asarray(own.halves(), dtype=np.float64)
+            for name, own in self._by_space.items()
+            if hasattr(own, "halves")
         }
         return Result(scores, halves)
 
@@ -197,20 +192,20 @@ Own = TypeVar("Own", bound=Callable[..., Any])
 
 
 def built_in(side: Side, *signals: Signal) -> None:
-    """Register the package's own signals, whose names cannot be taken."""
+    """Register the package's own signals; users cannot register others under their names."""
     for signal in signals:
         _registry[side][signal.name] = signal
         _built_in.add((side, signal.name))
 
 
 def names(side: Side) -> tuple[str, ...]:
-    """The registered signals of a side."""
+    """The names of the registered removal or protection signals."""
     return tuple(_registry[side])
 
 
 def removal_signal(name: str) -> Callable[[Own], Own]:
-    """Register an own removal signal (small = remove first): a function of (space, model), or a class
-    with `update` and `compute`.
+    """Register your own removal signal (small = remove first): a function (space, model) -> J numbers, or
+    a class with `update` and `compute`.
 
     >>> @removal_signal("bias_size")
     ... def bias_size(space, model):
@@ -222,7 +217,7 @@ def removal_signal(name: str) -> Callable[[Own], Own]:
 
 
 def protection_signal(name: str) -> Callable[[Own], Own]:
-    """Register an own protection signal (large = protect), written like a removal signal.
+    """Register your own protection signal (large = protect), written like a removal signal.
 
     >>> @protection_signal("largest")
     ... class Largest:

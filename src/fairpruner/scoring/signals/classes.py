@@ -1,5 +1,5 @@
-"""Grouping classes: K-means on class prototypes, so that many classes are compared as a few groups (the
-paper's grouped U-Score).
+"""Grouping classes: K-means on the classes' mean features, so that many classes are compared as a few groups
+(the paper's grouped U-Score).
 """
 
 from __future__ import annotations
@@ -15,27 +15,31 @@ from fairpruner.errors import FairprunerError
 
 
 class ClassGroups:
-    """Which group each class belongs to."""
+    """The group of each class: sorted class indices [K] and their groups [K].
+
+    Memory grows with the number of classes, not with the largest index.
+    """
 
     def __init__(self, classes: Ints, groups: Ints) -> None:
-        self._table = torch.full((int(classes.max()) + 1,), -1)
-        self._table[torch.from_numpy(classes)] = torch.from_numpy(groups)
+        self._classes, self._groups = torch.from_numpy(classes), torch.from_numpy(groups)
 
     def __call__(self, labels: Tensor) -> Tensor:
         """Class indices replaced by group indices, [N]."""
-        known = self._table.to(labels.device)
-        groups = known[labels.clamp(max=len(known) - 1)]
-        new = (labels >= len(known)) | (groups < 0)
+        known, groups = (table.to(labels.device) for table in (self._classes, self._groups))
+        place = torch.searchsorted(known, labels).clamp(max=len(known) - 1)
+        new = known[place] != labels
         if new.any():
             raise FairprunerError(
-                f"Class {int(labels[new][0])} came up only after the classes had been grouped: give data that"
-                " yields the same samples each time."
+                f"Class {int(labels[new][0])} appeared only after the classes had been grouped: give data"
+                " that yields the same samples each time."
             )
-        return groups
+        return groups[place]
 
 
 def group_classes(batches: Iterable[tuple[Tensor, Tensor]], groups: int, seed: int) -> ClassGroups:
-    """Cluster the class means of penultimate features [N, D] with their labels [N]."""
+    """Cluster the classes by their mean features, from batches of penultimate features [N, D] and labels
+    [N].
+    """
     sums: dict[int, Floats] = {}
     counts: dict[int, int] = {}
     for features, labels in batches:
@@ -57,8 +61,10 @@ def group_classes(batches: Iterable[tuple[Tensor, Tensor]], groups: int, seed: i
 
 
 def kmeans(points: Floats, groups: int, seed: int) -> Ints:
-    """The cluster of each point [K, D] -> [K]: Lloyd's iterations from a k-means++ start; no cluster is
-    empty.
+    """The cluster of each point, [K, D] -> [K]: Lloyd's iterations from a k-means++ start.
+
+    No cluster is empty. `scipy.cluster.vq.kmeans2` may leave some empty, so that fewer groups than asked
+    for would be compared.
 
     >>> kmeans(np.array([[0.0], [10.0], [0.1], [10.2]]), 2, seed=0).tolist() in ([0, 1, 0, 1], [1, 0, 1, 0])
     True
@@ -88,4 +94,4 @@ def kmeans(points: Floats, groups: int, seed: int) -> Ints:
 def _distances(points: Floats, centres: Floats) -> Floats:
     """Squared Euclidean distances, [K, G]."""
     squares: Floats = np.square(points).sum(1)[:, None] + np.square(centres).sum(1) - 2 * points @ centres.T
-    return squares.clip(min=0.0)  # rounding may leave a point a little less than nothing away from itself
+    return squares.clip(min=0.0)  # rounding may make the square of a tiny distance negative

@@ -1,4 +1,4 @@
-"""Protection signals: what the loss would lose with a unit, to first order, to second order, or exactly."""
+"""Protection signals: the change of the loss without a unit, to first order, to second order, or exactly."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from torch import Tensor
 
 from fairpruner.core.arrays import Floats, Ints
 from fairpruner.core.spaces import KINDS, Kind, Spaces, UnitSpace
+from fairpruner.models.precision import widened
 from fairpruner.scoring.processes import Processes
 from fairpruner.scoring.signals.base import Accumulator, BatchInfo, Context, Observation, Result, Signal
 
 
 class HalvedMeans:
-    """Means over the samples of several vectors, summed in float64 and for each half of the data apart."""
+    """Means over the samples of several vectors, summed in float64, for each half of the data separately."""
 
     def __init__(self) -> None:
         self._sums: dict[Hashable, Floats] = {}  # [2, size] each
@@ -27,12 +28,12 @@ class HalvedMeans:
         self._counts[info.half] += info.samples
 
     def add(self, key: Hashable, total: Tensor, info: BatchInfo) -> None:
-        """Add what the samples of a batch sum up to, [size]."""
-        vector = total.to("cpu", torch.float64).numpy()
+        """Add the sum over the samples of a batch, [size]."""
+        vector = total.cpu().to(torch.float64).numpy()
         self._sums.setdefault(key, np.zeros((2, vector.size)))[info.half] += vector
 
     def join(self, processes: Processes) -> None:
-        """Add up what all processes have summed, in the order of ranks, so that all end with the same."""
+        """Add the sums of all processes in the order of ranks, so that all end with the same numbers."""
         everybody = processes.gathered((self._sums, self._counts))
         self._counts = np.sum([counts for _, counts in everybody], axis=0)
         keys = dict.fromkeys(key for sums, _ in everybody for key in sums)
@@ -41,7 +42,7 @@ class HalvedMeans:
         }
 
     def of(self, key: Hashable, size: int) -> Floats:
-        """The mean over all samples, then over each half if both have samples: [1 or 3, size]."""
+        """The mean over all samples, and over each half if both have samples: [1 or 3, size]."""
         sums = self._sums.get(key, np.zeros((2, size)))
         whole = sums.sum(0, keepdims=True) / self._counts.sum()
         return np.concatenate([whole, sums / self._counts]) if self._counts.all() else whole
@@ -55,8 +56,8 @@ def absolute(means: Mapping[str, Floats]) -> Result:
 
 @dataclass(frozen=True)
 class Taylor(Signal):
-    """The paper's R-Score (Algorithm 2): |mean over samples of <gradient, weights>| over all parameters
-    of the unit.
+    """The paper's R-Score (Algorithm 2): |mean over samples of <gradient, weights>|, over all parameters
+    that the unit owns.
     """
 
     name: str = "taylor"
@@ -67,7 +68,7 @@ class Taylor(Signal):
 
 
 class _Crossing(NamedTuple):
-    """Elements of one tensor that a unit owns through both dims: they count once."""
+    """Elements of one tensor that a unit owns through both dims; they must count once, not twice."""
 
     tensor: str
     rows: Ints  # [n] indices along dim 0
@@ -79,7 +80,7 @@ class _TaylorAccumulator(Accumulator):
     def __init__(self, context: Context) -> None:
         self._spaces = context.spaces
         self._parameters = dict(context.model.named_parameters(remove_duplicate=False))
-        self._dims: dict[str, set[int]] = {}  # of each tensor, those along which units lie
+        self._dims: dict[str, set[int]] = {}  # tensor -> the dims along which units own slices
         for part in (
             part for space in context.spaces for part in space.slices if part.tensor in self._parameters
         ):
@@ -93,7 +94,7 @@ class _TaylorAccumulator(Accumulator):
         for tensor, dims in self._dims.items():
             if tensor not in gradients:
                 continue
-            gradient, weight = (_precise(t.detach()) for t in (gradients[tensor], self._parameters[tensor]))
+            gradient, weight = (widened(t.detach()) for t in (gradients[tensor], self._parameters[tensor]))
             product = gradient * weight
             for dim in dims:
                 # The gradient is that of the mean loss: times the samples, it is the sum over them.
@@ -126,21 +127,15 @@ class _TaylorAccumulator(Accumulator):
         return total
 
 
-def _precise(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
-
-
 def _sums_along(product: Tensor, dim: int) -> Tensor:
-    """The sum for each index of a dim, [size]; one dim after the other, which is quicker than all others
-    at once.
-    """
+    """The sum over all other dims, [size]; summing one dim after the other is quicker than all at once."""
     if dim:
         product = product.flatten(0, dim - 1).sum(0)
     return product.flatten(1).sum(1) if product.ndim > 1 else product
 
 
 def _by_owner(means: Floats, owner: Ints, size: int) -> Floats:
-    """[R, indices] summed to the units that own them, [R, J]."""
+    """Values of indices, [R, indices], summed over the indices of each unit, [R, J]."""
     owned = owner >= 0
     return np.stack([np.bincount(owner[owned], weights=row[owned], minlength=size) for row in means])
 
@@ -159,10 +154,10 @@ def _crossings(space: UnitSpace) -> list[_Crossing]:
 
 @dataclass(frozen=True)
 class Taylor2(Signal):
-    """Second order about deletion: |-mean c + mean c² / 2|, c the first-order loss change of gating off
-    what consumers read.
+    """The loss change without a unit to second order: |-mean c + mean c² / 2|.
 
-    The curvature is the Gauss-Newton one, from each sample's own term.
+    c is a sample's <gradient, activation> at what consumers read: to first order, setting the unit to zero
+    changes that sample's loss by -c. The curvature c² is the Gauss-Newton (empirical Fisher) one.
     """
 
     name: str = "taylor2"
@@ -179,7 +174,7 @@ class _Taylor2Accumulator(Accumulator):
     def see_gates(self, terms: Mapping[str, Tensor], info: BatchInfo) -> None:
         self._means.count(info)
         for name, term in terms.items():
-            exact = term.to("cpu", torch.float64)  # [N, J]
+            exact = term.cpu().to(torch.float64)  # [N, J]
             self._means.add(name, (-exact + exact.square() / 2).sum(0), info)
 
     def join(self, processes: Processes) -> None:
@@ -191,7 +186,7 @@ class _Taylor2Accumulator(Accumulator):
 
 @dataclass(frozen=True)
 class Deletion(Signal):
-    """The exact change of the mean loss as each unit is removed alone: one forward for every unit and
+    """The exact change of the mean loss when each unit alone is removed: one forward for every unit and
     batch.
     """
 

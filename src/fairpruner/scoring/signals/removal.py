@@ -1,6 +1,4 @@
-"""Removal signals that need no classes: norms and distances of a unit's own weights, its activation, or
-chance.
-"""
+"""Removal signals that need no classes: norms and distances of weights, activations, or chance."""
 
 from __future__ import annotations
 
@@ -17,6 +15,7 @@ from fairpruner.core.arrays import Floats, Ints
 from fairpruner.core.spaces import KINDS, Kind, UnitSpace
 from fairpruner.errors import FairprunerError
 from fairpruner.models.observing import positions_of
+from fairpruner.models.precision import wide_dtype
 from fairpruner.scoring.processes import Processes
 from fairpruner.scoring.signals.base import (
     Accumulator,
@@ -31,9 +30,7 @@ GRAM_COLUMNS = 4096  # weights of a unit that are compared at once, which bounds
 
 
 def written(space: UnitSpace, model: nn.Module) -> Iterator[tuple[Tensor, Ints]]:
-    """The weights that compute the units: for each tensor its rows [indices, R], and the unit that owns
-    each row.
-    """
+    """The weights that compute the units: for each tensor its rows, [indices, R], and the owner of each."""
     tensors = {
         **dict(model.named_buffers(remove_duplicate=False)),
         **dict(model.named_parameters(remove_duplicate=False)),
@@ -41,7 +38,7 @@ def written(space: UnitSpace, model: nn.Module) -> Iterator[tuple[Tensor, Ints]]
     listed = {part: model.get_submodule(part.tensor) for part in space.slices if part.tensor not in tensors}
     for part, experts in listed.items():
         for same in zip(*(expert.parameters() for expert in experts.children()), strict=True):
-            if same[0].ndim > 1:  # as elsewhere, a bias computes nothing
+            if same[0].ndim > 1:  # a bias is no matrix, as elsewhere
                 yield torch.stack([matrix.detach().flatten() for matrix in same]), part.owner
     parts = space.slices_of("write")
     if not parts and not listed:
@@ -56,14 +53,15 @@ def written(space: UnitSpace, model: nn.Module) -> Iterator[tuple[Tensor, Ints]]
 def l1(space: UnitSpace, model: nn.Module) -> Floats:
     """The sum of the absolute weights that compute a unit, [J]."""
     return _per_unit(
-        space, [(rows.abs().sum(1, dtype=torch.float64), owner) for rows, owner in written(space, model)]
+        space,
+        [(rows.cpu().abs().sum(1, dtype=torch.float64), owner) for rows, owner in written(space, model)],
     )
 
 
 def l2(space: UnitSpace, model: nn.Module) -> Floats:
     """The Euclidean norm of the weights that compute a unit, [J]."""
     norms = [
-        (torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64), owner)
+        (torch.linalg.vector_norm(rows.cpu(), dim=1, dtype=torch.float64), owner)
         for rows, owner in written(space, model)
     ]
     return np.sqrt(_per_unit(space, [(norm.square(), owner) for norm, owner in norms]))
@@ -78,14 +76,12 @@ def _per_unit(space: UnitSpace, parts: Sequence[tuple[Tensor, Ints]]) -> Floats:
 
 
 def fpgm(space: UnitSpace, model: nn.Module) -> Floats:
-    """The sum of distances to all other units of the space, [J]: small where a unit lies near their
-    geometric median.
-    """
+    """The sum of distances to all other units of the space, [J]: small near their geometric median."""
     gram = np.zeros((space.size, space.size))
     for rows, owner in written(space, model):
         for own in positions_of(owner, space.size).T:  # the first row of each unit, the second, …
             for chunk in rows.split(GRAM_COLUMNS, dim=1):
-                values = chunk[own].double().cpu().numpy() * (own >= 0)[:, None]  # [J, columns]
+                values = chunk[own].cpu().double().numpy() * (own >= 0)[:, None]  # [J, columns]
                 gram += values @ values.T
     squares = np.diag(gram)
     distances: Floats = np.sqrt((squares[:, None] + squares - 2 * gram).clip(min=0.0)).sum(1)
@@ -93,20 +89,15 @@ def fpgm(space: UnitSpace, model: nn.Module) -> Floats:
 
 
 class MeanActivation:
-    """The mean absolute value of what consumers read of a unit; even and odd samples make the halves."""
+    """The mean absolute value of what consumers read of a unit; even and odd samples are the two halves."""
 
     def __init__(self, space: UnitSpace) -> None:
         self._sums = np.zeros((2, space.size))
         self._counts = np.zeros((2, 1))
 
     def update(self, activation: Tensor, labels: Tensor) -> None:
-        means = (
-            activation.abs()
-            .mean(2, dtype=torch.float64 if activation.dtype == torch.float64 else torch.float32)
-            .double()
-            .cpu()
-            .numpy()
-        )  # [N, J]
+        # [N, J]; float64 only on the CPU, since some devices lack it
+        means = activation.abs().mean(2, dtype=wide_dtype(activation)).cpu().double().numpy()
         seen = int(self._counts.sum())
         for parity in (0, 1):
             own = means[(parity - seen) % 2 :: 2]
@@ -127,7 +118,7 @@ class MeanActivation:
 
 @dataclass(frozen=True)
 class Random(Signal):
-    """Uniform numbers, fixed by the seed, the side and the name of the space."""
+    """Uniform numbers, fixed by the seed, the side and the space's name."""
 
     name: str = "random"
     kinds: ClassVar[frozenset[Kind]] = frozenset(KINDS)

@@ -1,6 +1,4 @@
-"""Signals for routed experts: how much routers use them, what they add, and what the loss would lose with
-them.
-"""
+"""Signals for routed experts: how much routers use them, what they add, and the loss change without them."""
 
 from __future__ import annotations
 
@@ -81,8 +79,8 @@ REAP = RoutingShare("reap", "output", "selected")
 
 @dataclass(frozen=True)
 class RoutedTaylor(Signal):
-    """The paper's routing-weighted R-Score: |mean over tokens of g <gradient, weights of the expert>|, g
-    the router weight where the expert is used.
+    """The paper's routing-weighted R-Score: |mean over tokens of g <gradient, weights of the expert>|,
+    where g is the router weight of the token that uses the expert.
     """
 
     name: str = "routed_taylor"
@@ -96,8 +94,8 @@ class RoutedTaylor(Signal):
 
 @dataclass(frozen=True)
 class RoutedTaylorExact(RoutedTaylor):
-    """The same with g at the token whose loss it is, to the letter of the paper's equation: a backward
-    for every position of a text.
+    """The paper's equation to the letter: g is the router weight of the token whose loss it is. It takes a
+    backward pass for every position of a text.
     """
 
     name: str = "routed_taylor_exact"
@@ -106,7 +104,7 @@ class RoutedTaylorExact(RoutedTaylor):
 
 
 class TermAccumulator(Accumulator):
-    """The absolute mean of a signed term, summed over the samples of each batch."""
+    """The absolute mean of a signed tally."""
 
     def __init__(self, term: str, context: Context) -> None:
         self._term, self._spaces, self._means = term, context.spaces, HalvedMeans()

@@ -1,4 +1,4 @@
-"""Which signal scores which kind of space: as the caller asks, and otherwise the right one for each kind."""
+"""Selecting signals: those that the caller names, or the default for each kind of space."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ One = str | Signal | Mapping[str, "str | Signal"]
 Asked = One | Sequence[One]
 ByKind = Mapping[Kind, Signal]
 
-# What scores a kind when nothing is asked for.
+# The signal for each kind of space if the caller names none.
 DEFAULTS: dict[Side, dict[Kind, str]] = {
     "removal": {**dict.fromkeys(KINDS, "wasserstein"), "expert": "soft_activation"},
     "protection": {**dict.fromkeys(KINDS, "taylor"), "expert": "routed_taylor"},
 }
-WITHOUT_CLASSES = "activation"  # in place of wasserstein, for language models whose texts have no classes
+WITHOUT_CLASSES = "activation"  # instead of wasserstein, where samples have no classes
 
 
 @dataclass(frozen=True)
 class Selection:
-    """One signal that was asked for: its name, and for each kind of space the signal that scores it.
+    """One signal as the caller named it, and for each kind of space the signal that scores it.
 
-    Signals for several kinds go by one name, kind=signal+kind=signal, which also asks for them.
+    A selection of several signals is named kind=signal+kind=signal; the caller may write that name, too.
     """
 
     name: str
@@ -40,8 +40,9 @@ class Selection:
 
 
 def parse_signals(side: Side, asked: Asked | None) -> tuple[ByKind, ...] | None:
-    """The signals that were asked for, one or several, each by name, as an object, or as a mapping from
-    kinds of spaces.
+    """What the caller names, as a signal for each kind; None if the caller names nothing.
+
+    The caller gives one or several, each a name, a signal, or a mapping from kinds of spaces.
 
     >>> found = parse_signals("removal", {"head": "l2", "expert": "reap"})
     >>> [{kind: signal.name for kind, signal in one.items()} for one in found]
@@ -56,9 +57,7 @@ def parse_signals(side: Side, asked: Asked | None) -> tuple[ByKind, ...] | None:
 
 
 def default_signals(side: Side, classes: bool) -> ByKind:
-    """The signal for each kind when none is asked for; `classes` says whether the samples have any to
-    compare.
-    """
+    """The default signal for each kind; `classes` says whether the samples have classes to compare."""
     found: ByKind = {
         kind: named(side, WITHOUT_CLASSES if name == "wasserstein" and not classes else name)
         for kind, name in DEFAULTS[side].items()
@@ -67,11 +66,9 @@ def default_signals(side: Side, classes: bool) -> ByKind:
 
 
 def select_signals(side: Side, wanted: Sequence[ByKind], spaces: Spaces) -> tuple[Selection, ...]:
-    """What was asked for, narrowed to the kinds that the spaces have; an error where a kind would go
-    without a score.
-    """
+    """The signals narrowed to the kinds that the spaces have; an error if a kind would have no signal."""
     kinds = [kind for kind in KINDS if any(space.kind == kind for space in spaces)]
-    selections = tuple(_choice(side, by_kind, kinds) for by_kind in wanted)
+    selections = tuple(_selection(side, by_kind, kinds) for by_kind in wanted)
     found = [selection.name for selection in selections]
     if len(set(found)) != len(found):
         raise FairprunerError(
@@ -99,7 +96,7 @@ def _by_kind(side: Side, one: One) -> ByKind:
     return chosen
 
 
-def _choice(side: Side, by_kind: ByKind, kinds: Sequence[Kind]) -> Selection:
+def _selection(side: Side, by_kind: ByKind, kinds: Sequence[Kind]) -> Selection:
     missing = [kind for kind in kinds if kind not in by_kind]
     if missing:
         signal = next(iter(by_kind.values()))
