@@ -12,7 +12,7 @@ from torch import nn
 
 import fairpruner as fp
 from fairpruner.core.tod import removal_order
-from fairpruner.discovery.verify import lively
+from fairpruner.discovery.lively import lively
 from fairpruner.models.calling import call, tensors_of
 from fairpruner.models.narrowing import copy_with
 

@@ -16,7 +16,7 @@ from torch import nn
 from zoo import SMALL, CifarResNet, FixedSize, TwoInputs
 
 import fairpruner as fp
-from fairpruner.discovery.verify import lively_weights
+from fairpruner.discovery.lively import lively_weights
 
 
 def found(spaces: fp.Spaces) -> dict[str, tuple[str, int]]:
@@ -84,6 +84,26 @@ def test_concatenation_is_exact_and_halves_that_code_splits_are_coupled() -> Non
     }
     assert np.array_equal(owners["enter.0"], [*range(6), *range(6), *[-1] * 6])
     assert np.array_equal(owners["inner.0"], [*[-1] * 12, *range(6)])
+
+
+class Exchanged(nn.Module):
+    """Two halves of the channels change places, [batch, 3, size, size] -> [batch, 3]."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.stem, self.mix, self.head = nn.Conv2d(3, width, 1), nn.Conv2d(width, 6, 1), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one, two = self.stem(x).tensor_split(2, 1)
+        return self.head(torch.relu(self.mix(torch.cat([two.flip(1), one], 1))).mean((2, 3)))
+
+
+@pytest.mark.parametrize("width", [4, 6, 8, 10, 12, 16])
+def test_halves_that_lose_equally_many_by_chance_do_not_pass(width: int) -> None:
+    """A split into halves shifts if one half loses more, so single channels are no units here."""
+    spaces = fp.discover(Exchanged(width), torch.randn(2, 3, 4, 4))
+    assert set(spaces.names) == {"mix"}
+    assert "mask and cut differ" in spaces.left_out["stem"]
 
 
 def test_grouped_convolutions_keep_their_groups_equal() -> None:
@@ -276,6 +296,33 @@ class Renormed(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.down(self.up(self.embed(tokens)).relu())
+
+
+class Greedy(nn.Module):
+    """Runs out of memory as soon as it is cut, [batch, 4] -> [batch, 2]."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error, self.one, self.two = error, nn.Linear(4, 8), nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.one(x)
+        if hidden.shape[1] < 8:
+            raise self.error
+        return self.two(hidden)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory."),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory"),
+    ],
+)
+def test_a_lack_of_memory_is_no_answer(error: Exception) -> None:
+    with pytest.raises(fp.FairprunerError, match="Memory ran out while cuts of Greedy were tried"):
+        fp.discover(Greedy(error), torch.randn(3, 4))
 
 
 def test_weights_that_the_model_writes_into_spoil_no_others() -> None:

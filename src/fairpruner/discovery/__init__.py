@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from fairpruner.core.spaces import CostModel, Spaces, UnitSpace
-from fairpruner.discovery.assemble import as_data_flows, assemble, cost_model
+from fairpruner.core.spaces import CostModel, Factor, Spaces, Term, UnitSpace
+from fairpruner.discovery.assemble import as_data_flows, assemble
+from fairpruner.discovery.costing import cost_model, operation_terms
 from fairpruner.discovery.couple import couple
 from fairpruner.discovery.routed import aligned, expert_space
 from fairpruner.discovery.trace import trace
@@ -89,3 +90,17 @@ def _proven(
         late = verify(model, example, sound)
         sound, left_out = [space for space in sound if space.name not in late], left_out | late
     return sound, left_out
+
+
+def operation_costs(model: nn.Module, example: Any, spaces: Spaces) -> tuple[list[Factor], list[Term]]:
+    """The MACs of every operation that multiplies and adds, in the order in which the forward pass runs
+    them: one term for each, over the factors returned first.
+
+    >>> import torch
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> factors, terms = operation_costs(net, torch.zeros(1, 4), discover(net, torch.zeros(1, 4)))
+    >>> [term.coefficient * factors[term.factors[0]].size for term in terms]
+    [32, 16]
+    """
+    experts = [space for space in spaces if space.kind == "expert"]
+    return operation_terms(trace(model, example, experts), spaces.items)

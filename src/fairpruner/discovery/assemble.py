@@ -1,49 +1,52 @@
-"""From classes of ids to spaces of units, what was left out, and the cost of any plan."""
+"""From classes of ids to spaces of units, and the reasons for what was left out."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import nn
 
 from fairpruner.core.arrays import Ints
-from fairpruner.core.spaces import CostModel, Count, Factor, Kind, Role, Slice, Term, UnitSpace
+from fairpruner.core.spaces import Count, Kind, Role, Slice, UnitSpace
 from fairpruner.discovery.attributes import head_counts
-from fairpruner.discovery.ids import Classes, Use
-from fairpruner.discovery.trace import Counted, Trace
+from fairpruner.discovery.ids import Partition, Usage
+from fairpruner.discovery.recorder import SizeAttribute
+from fairpruner.discovery.trace import Trace
 
 
 def assemble(trace: Trace, model: nn.Module) -> tuple[list[UnitSpace], dict[str, str]]:
     """Spaces found, and name -> reason for what was written but cannot be removed."""
-    classes = trace.classes
-    dims = np.repeat(np.arange(len(classes.slots)), [s.size for s in classes.slots])  # slot of each id
-    roots = classes.roots[1:]  # without NONE
-    written = classes.use[roots] & (Use.WRITE | Use.ROUTED) == Use.WRITE
-    signature = _signatures(classes, dims, roots)
+    partition = trace.partition
+    families = _families(partition)
+    slices = _slices(partition, families)
+    counts = _counts(trace.size_attributes, families)
+    routed = {axis.tensor for axis in partition.axes if partition.own_usage[axis.start] & Usage.ROUTED}
     spaces: list[UnitSpace] = []
     left_out: dict[str, str] = {}
-    names: dict[str, int] = {}
-    # Families in the order of their first producer, so that spaces stand as the data flows.
-    families = _families(classes, dims, roots, written, signature)
-    for members in families:
-        producer = _producer(classes, dims, members)
-        name = _module_of(classes.slots[producer].tensor)
-        names[name] = names.get(name, 0) + 1
-        if names[name] > 1:
-            name = f"{name}#{names[name]}"
-        reason = _why_not(classes, members)
+    for number, name in enumerate(_names(partition, families)):
+        ids = families.members[number]
+        reason = _why_not(partition, ids)
         if reason:
             left_out[name] = reason
-        else:
-            spaces.append(_space(name, classes, dims, members, producer, trace.counted, model))
+            continue
+        producer = partition.axes[families.producer[number]].tensor
+        kind = _kind(
+            partition, ids, matrices_only=producer in routed or model.get_parameter(producer).ndim < 3
+        )
+        space = UnitSpace(
+            name, kind, families.size(number), tuple(slices[number]), tuple(counts.get(number, ()))
+        )
+        if kind == "head":
+            space = replace(space, counts=(*space.counts, *head_counts(space, model)))
+        spaces.append(space)
     return spaces, left_out
 
 
 def as_data_flows(spaces: Iterable[UnitSpace], trace: Trace) -> list[UnitSpace]:
     """Spaces in the order in which the forward pass first met what writes them."""
-    met = {(slot.tensor, slot.dim): position for position, slot in enumerate(trace.classes.slots)}
+    met = {(axis.tensor, axis.dim): position for position, axis in enumerate(trace.partition.axes)}
     return sorted(
         spaces,
         key=lambda space: min(
@@ -52,170 +55,124 @@ def as_data_flows(spaces: Iterable[UnitSpace], trace: Trace) -> list[UnitSpace]:
     )
 
 
-def _signatures(classes: Classes, dims: Ints, roots: Ints) -> Ints:
-    """A number for each id: equal for classes that own parts of exactly the same slots."""
-    pairs = np.unique(np.stack([roots, dims], axis=1), axis=0)
-    token = np.random.default_rng(0).integers(1, 2**62, size=len(classes.slots))
-    total = np.zeros(classes.roots.size, dtype=np.int64)
-    np.add.at(total, pairs[:, 0], token[pairs[:, 1]])  # wraps around: a hash of the set of slots
-    locked = classes.lock[np.arange(classes.roots.size)]
-    total += locked * 7919  # what is fixed for another reason is another family
-    return total[roots]
+@dataclass(frozen=True, eq=False)
+class _Families:
+    """A family is a set of classes that own indices of exactly the same axes. It becomes one space, and
+    each of its classes one unit.
+
+    Families stand in the order of their producers. `of` and `unit` say for every id [ids] which family it
+    belongs to (-1: none) and which of its units it is part of.
+    """
+
+    members: list[Ints]  # the ids of each family
+    producer: list[int]  # the first axis that writes each family, a position in Partition.axes
+    of: Ints
+    unit: Ints
+
+    def size(self, number: int) -> int:
+        return int(self.unit[self.members[number]].max()) + 1
 
 
-def _families(classes: Classes, dims: Ints, roots: Ints, written: np.ndarray, signature: Ints) -> list[Ints]:
-    """Ids (minus one) of each family of classes that some weight writes, in the order of their producers."""
-    positions = np.flatnonzero(written)
-    order = positions[np.argsort(signature[positions], kind="stable")]
-    cuts = np.flatnonzero(np.diff(signature[order])) + 1
-    families = [f for f in np.split(order, cuts) if f.size]
-    return sorted(families, key=lambda members: _producer(classes, dims, members))
+def _families(partition: Partition) -> _Families:
+    """The families that some weight writes.
+
+    Example: a Linear(4, 8), and a Linear(8, 2) that reads it. The rows of the first, its bias and the
+    columns of the second make 8 classes of 3 ids. All own indices of the same 3 axes, so they are one
+    family of 8 units.
+    """
+    axis_of = np.repeat(np.arange(len(partition.axes)), [a.size for a in partition.axes])
+    axis_of = np.concatenate([[-1], axis_of]).astype(np.int64)  # [ids]; NONE lies on no axis
+    written = np.flatnonzero(partition.usage & (Usage.WRITE | Usage.ROUTED) == Usage.WRITE)
+    written = written[written > 0]
+    signature = _signatures(partition, axis_of)
+    order = written[np.argsort(signature[written], kind="stable")]
+    members = [f for f in np.split(order, np.flatnonzero(np.diff(signature[order])) + 1) if f.size]
+
+    def first_writer(ids: Ints) -> int:
+        """Axes are numbered as the forward pass met them."""
+        return int(axis_of[ids[partition.own_usage[ids] & Usage.WRITE != 0]].min())
+
+    members.sort(key=first_writer)
+    producer = [first_writer(ids) for ids in members]
+    of, unit = (np.full(partition.roots.size, -1, dtype=np.int64) for _ in range(2))
+    for number, ids in enumerate(members):
+        of[ids] = number
+        # Units are numbered by their first index in the producer.
+        classes, first = np.unique(partition.roots[ids[axis_of[ids] == producer[number]]], return_index=True)
+        rank = np.argsort(np.argsort(first))
+        unit[ids] = rank[np.searchsorted(classes, partition.roots[ids])]
+    return _Families(members, producer, of, unit)
 
 
-def _producer(classes: Classes, dims: Ints, members: Ints) -> int:
-    """The first slot that writes the family; slots are numbered as the forward pass met them."""
-    writers = members[classes.own_use[members + 1] & Use.WRITE != 0]
-    return int(dims[writers].min())
+def _signatures(partition: Partition, axis_of: Ints) -> Ints:
+    """A number for each id, equal where classes own indices of exactly the same axes and are locked for
+    the same reason.
+    """
+    pairs = np.unique(np.stack([partition.roots, axis_of], axis=1)[1:], axis=0)
+    token = np.random.default_rng(0).integers(1, 2**62, size=len(partition.axes))
+    total = np.zeros(partition.roots.size, dtype=np.int64)
+    np.add.at(total, pairs[:, 0], token[pairs[:, 1]])  # wraps around: a hash of the set of axes
+    return total[partition.roots] + partition.lock * 7919
 
 
-def _module_of(tensor: str) -> str:
-    return (
-        tensor.split(".parametrizations.")[0]
-        if ".parametrizations." in tensor
-        else tensor.rpartition(".")[0] or tensor
-    )
+def _names(partition: Partition, families: _Families) -> Iterator[str]:
+    """The producer's module path; further families of the same producer are numbered."""
+    times: dict[str, int] = {}
+    for position in families.producer:
+        tensor = partition.axes[position].tensor
+        name = module_of(tensor)
+        times[name] = times.get(name, 0) + 1
+        yield f"{name}#{times[name]}" if times[name] > 1 else name
 
 
-def _why_not(classes: Classes, members: Ints) -> str:
-    roots = np.unique(classes.roots[members + 1])
-    lock = int(classes.lock[roots[0]])
-    if lock:
-        return classes.reasons[lock]
-    if not (classes.use[roots[0]] & Use.READ):
+def module_of(tensor: str) -> str:
+    """The path of the module that holds a tensor; a parametrized tensor belongs to its user's module."""
+    if ".parametrizations." in tensor:
+        return tensor.split(".parametrizations.")[0]
+    return tensor.rpartition(".")[0] or tensor
+
+
+def _why_not(partition: Partition, ids: Ints) -> str:
+    """Why a family cannot be removed, or nothing."""
+    if partition.lock[ids[0]]:
+        return partition.reasons[int(partition.lock[ids[0]])]
+    if not partition.usage[ids[0]] & Usage.READ:
         return "no weight reads it"
-    if roots.size == 1:
-        return "a norm, a softmax or a shared size makes all its indices one unit"
+    if np.unique(partition.roots[ids]).size == 1:
+        return "a norm, a softmax or a shared size mixes all its indices, so they are one unit"
     return ""
 
 
-def _space(
-    name: str,
-    classes: Classes,
-    dims: Ints,
-    members: Ints,
-    producer: int,
-    counted: Sequence[Counted],
-    model: nn.Module,
-) -> UnitSpace:
-    ids = members + 1
-    lead = ids[dims[members] == producer]
-    representatives, first = np.unique(classes.roots[lead], return_index=True)
-    order = representatives[np.argsort(first)]  # by their first index in the producer
-    units = np.full(classes.roots.size, -1, dtype=np.int64)
-    units[order] = np.arange(order.size)
-    slices = []
-    for position in np.unique(dims[members]):
-        slot = classes.slots[position]
-        span = np.arange(slot.start, slot.start + slot.size)
-        owner = np.where(np.isin(span, ids), units[classes.roots[span]], -1)
-        used = int(np.bitwise_or.reduce(classes.own_use[span[owner >= 0]]))
-        role: Role = "read" if used & Use.READ else "write" if used & Use.WRITE else "carry"
-        slices.append((int(classes.last[span].max()), Slice(slot.tensor, slot.dim, owner, role)))
-    slices.sort(key=lambda item: item[0])
-    counts = tuple(
-        Count(c.module, c.attribute, owner)
-        for c in counted
-        if ((owner := units[classes.roots[c.ids]]) >= 0).any()
-    )
-    space = UnitSpace(
-        name,
-        _kind(classes, ids, model, classes.slots[producer].tensor),
-        order.size,
-        tuple(s for _, s in slices),
-        counts,
-    )
-    return replace(space, counts=(*counts, *head_counts(space, model))) if space.kind == "head" else space
-
-
-def _kind(classes: Classes, ids: Ints, model: nn.Module, producer: str) -> Kind:
-    if classes.use[classes.roots[ids[0]]] & Use.HEAD:
+def _kind(partition: Partition, ids: Ints, *, matrices_only: bool) -> Kind:
+    if partition.usage[ids[0]] & Usage.HEAD:
         return "head"
-    fused = any(
-        slot.tensor == producer and classes.own_use[slot.start] & Use.ROUTED for slot in classes.slots
-    )  # matrices of all experts
-    return "channel" if model.get_parameter(producer).ndim > 2 and not fused else "hidden"
+    return "hidden" if matrices_only else "channel"
 
 
-class Accountant:
-    """Turns parameter shapes and traced work into cost terms over shared factors."""
-
-    def __init__(self, classes: Classes, spaces: Sequence[UnitSpace]) -> None:
-        self._factors: dict[tuple[int, bytes], int] = {}
-        self.factors: list[Factor] = []
-        self._spaces = spaces
-        self._space = np.full(classes.roots.size, -1, dtype=np.int64)  # of each id
-        self._unit = np.full(classes.roots.size, -1, dtype=np.int64)
-        starts = {(slot.tensor, slot.dim): slot.start for slot in classes.slots}
-        for number, space in enumerate(spaces):
-            for part in space.slices:
-                if (part.tensor, part.dim) not in starts:
-                    continue  # a buffer, which costs nothing
-                ids = starts[part.tensor, part.dim] + np.flatnonzero(part.owner >= 0)
-                self._space[classes.roots[ids]] = number
-                self._unit[classes.roots[ids]] = part.owner[part.owner >= 0]
-        self._roots = classes.roots
-
-    def term(self, total: int, axes: Sequence[Ints]) -> Term:
-        """A cost that is `total` now and shrinks with each axis' ids."""
-        factors = []
-        for ids in axes:
-            owners = self._space[self._roots[ids]]
-            if ids.size and (owners >= 0).any():
-                factors.append(self._factor(ids, owners))
-                total, rest = divmod(total, ids.size)
-                if rest:
-                    raise AssertionError(
-                        f"a cost of {total * ids.size + rest} is no multiple of its axis of {ids.size}"
-                    )
-        return Term(total, tuple(factors))
-
-    def _factor(self, ids: Ints, owners: Ints) -> int:
-        units = self._unit[self._roots[ids]]
-        key = (ids.size, np.sort(owners * (1 << 32) + units).tobytes())
-        if key not in self._factors:
-            owned: Mapping[str, Ints] = {
-                self._spaces[s].name: np.bincount(units[owners == s], minlength=self._spaces[s].size)
-                for s in np.unique(owners[owners >= 0])
-            }
-            self._factors[key] = len(self.factors)
-            self.factors.append(Factor(ids.size, owned))
-        return self._factors[key]
+def _slices(partition: Partition, families: _Families) -> list[list[Slice]]:
+    """The slices of every family, in the order in which the forward pass used them last."""
+    found: list[list[tuple[int, Slice]]] = [[] for _ in families.members]
+    for axis in partition.axes:
+        ids = axis.ids
+        for number in np.unique(families.of[ids]):
+            if number >= 0:
+                owner = np.where(families.of[ids] == number, families.unit[ids], -1)
+                part = Slice(axis.tensor, axis.dim, owner, _role(partition, ids[owner >= 0]))
+                found[number].append((int(partition.last[ids].max()), part))
+    return [[part for _, part in sorted(parts, key=lambda item: item[0])] for parts in found]
 
 
-def cost_model(trace: Trace, spaces: Sequence[UnitSpace], model: nn.Module) -> CostModel:
-    """Params and FLOPs of every plan over these spaces."""
-    accountant = Accountant(trace.classes, spaces)
-    axes: dict[str, list[Ints]] = {}
-    modules = dict(model.named_modules())
-    for slot in trace.classes.slots:
-        span = np.arange(slot.start, slot.start + slot.size)
-        axes.setdefault(slot.tensor, []).append(span)
-        for number, expert in (
-            modules[slot.tensor].named_children() if slot.tensor in modules else ()
-        ):  # all that a listed expert holds goes with it
-            for name, _ in expert.named_parameters():
-                axes.setdefault(f"{slot.tensor}.{number}.{name}", []).append(span[[int(number)]])
-    sizes = [(p, axes.get(name, ())) for name, p in model.named_parameters()]
-    params = [accountant.term(p.numel(), spans) for p, spans in sizes]
-    held = [accountant.term(p.numel() * p.element_size(), spans) for p, spans in sizes]
-    flops = [accountant.term(work.macs, work.axes) for work in trace.work]
-    return CostModel(tuple(accountant.factors), _merged(params), _merged(flops), _merged(held))
+def _role(partition: Partition, ids: Ints) -> Role:
+    usage = int(np.bitwise_or.reduce(partition.own_usage[ids]))
+    return "read" if usage & Usage.READ else "write" if usage & Usage.WRITE else "carry"
 
 
-def _merged(terms: Sequence[Term]) -> tuple[Term, ...]:
-    """Terms over the same factors added up."""
-    totals: dict[tuple[int, ...], int] = {}
-    for term in terms:
-        key = tuple(sorted(term.factors))
-        totals[key] = totals.get(key, 0) + term.coefficient
-    return tuple(Term(coefficient, factors) for factors, coefficient in totals.items())
+def _counts(attributes: Iterable[SizeAttribute], families: _Families) -> dict[int, list[Count]]:
+    """Family number -> the attributes that count its units."""
+    found: dict[int, list[Count]] = {}
+    for attribute in attributes:
+        of = families.of[attribute.ids]
+        for number in np.unique(of[of >= 0]):
+            owner = np.where(of == number, families.unit[attribute.ids], -1)
+            found.setdefault(int(number), []).append(Count(attribute.module, attribute.attribute, owner))
+    return found

@@ -1,6 +1,4 @@
-"""Spaces that fail alone because code splits a tensor into equal parts: together, part by part, they may
-hold.
-"""
+"""Spaces that fail alone because code splits a tensor into equal parts, coupled part by part."""
 
 from __future__ import annotations
 
@@ -12,11 +10,11 @@ from fairpruner.core.spaces import Count, Slice, UnitSpace
 
 
 def couple(spaces: Sequence[UnitSpace]) -> list[tuple[UnitSpace, list[str]]]:
-    """Each set of equally large spaces that own parts of the same producer, as one space, with the names
-    it stands for.
+    """One space for each set of equally large spaces that own parts of the same producer, with their
+    names.
 
-    A block that chunks its input in two halves works as long as both halves lose the same number: unit j
-    of the coupled space is the j-th of every part.
+    A block that chunks its input into halves works as long as both halves lose the same number of units:
+    unit j of the coupled space is the j-th of every part.
     """
     families: dict[tuple[str, int, int], list[UnitSpace]] = {}
     for space in spaces:
@@ -29,9 +27,8 @@ def _joined(parts: Sequence[UnitSpace]) -> UnitSpace:
     slices: dict[tuple[str, int], Slice] = {}
     for part in (s for space in parts for s in space.slices):
         known = slices.get((part.tensor, part.dim))
-        owner = (
-            part.owner if known is None else np.maximum(known.owner, part.owner)
-        )  # parts own different indices, -1 elsewhere
+        # Parts own different indices, and say -1 elsewhere.
+        owner = part.owner if known is None else np.maximum(known.owner, part.owner)
         slices[part.tensor, part.dim] = Slice(part.tensor, part.dim, owner, part.role)
     counts: dict[tuple[str, str], Count] = {}
     for count in (c for space in parts for c in space.counts):

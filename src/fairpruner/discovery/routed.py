@@ -13,17 +13,16 @@ from torch import Tensor, nn
 
 from fairpruner.core.spaces import Count, Role, Slice, UnitSpace
 from fairpruner.core.tod import removal_order
+from fairpruner.discovery.failing import raise_if_out_of_memory
 from fairpruner.models.calling import call, evaluating
 from fairpruner.models.experts import SIZES, ExpertBlock, is_route
 from fairpruner.models.narrowing import cut_units
 
-ROW = 8  # numbers of two bytes that are 16 bytes, the least that those kernels take
+ROW = 8  # numbers of two bytes: kernels that compute all experts at once take rows of 16 bytes
 
 
 def expert_space(model: nn.Module, block: ExpertBlock, example: Any) -> UnitSpace:
-    """The block's experts as units: their weights, and the rows, biases and scales by which they are
-    routed.
-    """
+    """The experts of a block as units: their weights, and the rows, biases and scales of the router."""
     owner = np.arange(block.size)
     slices = [
         Slice(tensor, dim, owner, role)
@@ -42,8 +41,8 @@ def expert_space(model: nn.Module, block: ExpertBlock, example: Any) -> UnitSpac
 
 
 def _fewest(model: nn.Module, space: UnitSpace, example: Any) -> int:
-    """The least number of experts with which the model is seen to run, where only its code knows how many
-    a token uses.
+    """The least number of experts with which the model runs. Used where only the model's code knows how
+    many experts a token uses.
     """
 
     def runs(kept: int) -> bool:
@@ -53,7 +52,8 @@ def _fewest(model: nn.Module, space: UnitSpace, example: Any) -> int:
         try:
             with evaluating(small), torch.no_grad():
                 call(small, example)
-        except Exception:
+        except Exception as error:  # the user's code may raise anything when experts are missing
+            raise_if_out_of_memory(error, model)
             return False
         return True
 
@@ -62,9 +62,7 @@ def _fewest(model: nn.Module, space: UnitSpace, example: Any) -> int:
 
 
 def aligned(space: UnitSpace, fused: Collection[str]) -> UnitSpace:
-    """A space of hidden units inside fused experts keeps a multiple of 8: kernels that compute all
-    experts at once take rows of 16 bytes.
-    """
+    """The space, which keeps a multiple of 8 units if they are hidden units of fused experts."""
     inside = any(part.tensor.rpartition(".")[0] in fused for part in space.slices)
     return replace(space, multiple=math.gcd(space.size, ROW)) if inside and space.kind == "hidden" else space
 
@@ -80,7 +78,7 @@ def _weights(model: nn.Module, block: ExpertBlock) -> Iterator[tuple[str, int, R
 
 
 def _routes(model: nn.Module, block: ExpertBlock) -> Iterator[tuple[str, int, Role]]:
-    """The router's rows, and what lies beside them with one number for each expert."""
+    """The rows of the router, and tensors beside them that hold one number for each expert."""
     rows = {
         p.shape
         for p in model.get_submodule(block.router).parameters(recurse=False)

@@ -1,8 +1,8 @@
 """Shadows: beside every tensor, which units its elements belong to, and how they combine.
 
-A shadow is a list of *layers*, integer tensors of the same shape as the real one. An activation has
-one layer at most times; a weight has one per dimension (its rows belong to one family of units, its
-columns to another).
+A shadow is a list of *id maps*: integer tensors of the same shape as the real tensor, which hold the id of
+every element. An activation mostly has one map. A weight has one for each dimension, since its rows belong
+to other units than its columns.
 """
 
 from __future__ import annotations
@@ -14,27 +14,25 @@ import numpy as np
 import torch
 
 from fairpruner.core.arrays import Ints
-from fairpruner.discovery.ids import NONE, Ids, Use, as_ids, squash
+from fairpruner.discovery.ids import NONE, Ids, Usage, as_ids, squash
 
-Layer = torch.Tensor
+IdMap = torch.Tensor
 
 
 @dataclass(frozen=True)
 class Shadow:
-    """The layers of one tensor; `weight` is true when it was computed from parameters and constants
-    alone.
-    """
+    """The id maps of one tensor; `weight` is true if it was computed from parameters and constants alone."""
 
-    layers: tuple[Layer, ...]
+    maps: tuple[IdMap, ...]
     weight: bool = False
 
 
 EMPTY = Shadow(())
 
 
-def extent(layer: Layer) -> tuple[bool, ...]:
-    """Along which dimensions a layer lies: where its ids change, be they of one class or of several."""
-    return _changes(squash(layer).numpy())
+def extent(idmap: IdMap) -> tuple[bool, ...]:
+    """Along which dimensions the ids of a map change, even if all of them are of one class."""
+    return _changes(squash(idmap).numpy())
 
 
 def _changes(ids: Ints) -> tuple[bool, ...]:
@@ -42,51 +40,51 @@ def _changes(ids: Ints) -> tuple[bool, ...]:
 
 
 class Algebra:
-    """The few ways in which shadows meet."""
+    """How shadows meet in an operation: side by side, united, or reduced."""
 
     def __init__(self, ids: Ids) -> None:
         self.ids = ids
 
-    def roots(self, layer: Layer) -> Ints:
-        """Representatives of a squashed layer, in its squashed shape; NONE stays NONE."""
-        small = squash(layer)
+    def roots(self, idmap: IdMap) -> Ints:
+        """Representatives of a map, in its squashed shape; NONE stays NONE."""
+        small = squash(idmap)
         return self.ids.find(small.reshape(-1).numpy()).reshape(small.shape)
 
-    def varying(self, layer: Layer) -> tuple[bool, ...]:
+    def varying(self, idmap: IdMap) -> tuple[bool, ...]:
         """Along which dimensions the class of an element changes."""
-        return _changes(self.roots(layer))
+        return _changes(self.roots(idmap))
 
-    def combine(self, a: Shadow, b: Shadow, shape: Sequence[int]) -> tuple[Layer, ...]:
-        """Layers of an elementwise result: layers whose units lie along a common dimension are united,
-        others stand side by side.
+    def combine(self, a: Shadow, b: Shadow, shape: Sequence[int]) -> tuple[IdMap, ...]:
+        """Maps of an elementwise result: maps that lie along a common dimension are united, others stand
+        side by side.
         """
         mixed = a.weight != b.weight  # a weight meets an activation
-        merged = [layer.expand(shape) for layer in a.layers]
-        for other in b.layers:
+        merged = [idmap.expand(shape) for idmap in a.maps]
+        for other in b.maps:
             other = other.expand(shape)
-            related = [layer for layer in merged if self._related(layer, other, mixed)]
-            merged = [layer for layer in merged if not any(layer is r for r in related)]
-            for layer in related:
-                other = self._unite(layer, other)
+            related = [idmap for idmap in merged if self._related(idmap, other, mixed)]
+            merged = [idmap for idmap in merged if not any(idmap is r for r in related)]
+            for idmap in related:
+                other = self._unite(idmap, other)
             merged.append(other)
         return tuple(merged)
 
-    def combine_all(self, operands: Sequence[Shadow], shape: Sequence[int]) -> tuple[Layer, ...]:
-        """Layers of many operands together, activations first so that weights meet them rather than each
-        other.
+    def combine_all(self, operands: Sequence[Shadow], shape: Sequence[int]) -> tuple[IdMap, ...]:
+        """Maps of many operands together; activations come first, so that weights meet them rather than
+        each other.
         """
         total = Shadow((), weight=True)
-        for operand in sorted((o for o in operands if o.layers), key=lambda o: o.weight):
-            first = not total.layers
+        for operand in sorted((o for o in operands if o.maps), key=lambda o: o.weight):
+            first = not total.maps
             total = Shadow(
                 self.combine(Shadow((), operand.weight) if first else total, operand, shape),
                 operand.weight and total.weight,
             )
-        return total.layers
+        return total.maps
 
-    def _related(self, a: Layer, b: Layer, mixed: bool) -> bool:
-        """Whether two layers lie along the same dimension; a weight that is repeated for every unit of an
-        activation does not count.
+    def _related(self, a: IdMap, b: IdMap, mixed: bool) -> bool:
+        """Whether two maps lie along a common dimension; a weight that every unit of an activation shares
+        does not count.
         """
         extent_a, extent_b = extent(a), extent(b)
         if not any(extent_a) and not any(extent_b):
@@ -94,63 +92,61 @@ class Algebra:
         together = any(x and y for x, y in zip(extent_a, extent_b, strict=True))
         return together and not (mixed and (self._repeats(a, extent_b) or self._repeats(b, extent_a)))
 
-    def _repeats(self, layer: Layer, other: Sequence[bool]) -> bool:
-        """Whether the other layer stays the same along a dimension where the class of this one changes."""
-        return any(varies and not lies for varies, lies in zip(self.varying(layer), other, strict=True))
+    def _repeats(self, idmap: IdMap, other: Sequence[bool]) -> bool:
+        """Whether the other map stays the same along a dimension where the class of this one changes."""
+        return any(varies and not lies for varies, lies in zip(self.varying(idmap), other, strict=True))
 
-    def _unite(self, a: Layer, b: Layer) -> Layer:
+    def _unite(self, a: IdMap, b: IdMap) -> IdMap:
         if squash(a).numel() < squash(b).numel():
             a, b = b, a
         small_a, small_b = torch.broadcast_tensors(squash(a), squash(b))
         self.ids.unite(small_a.reshape(-1).numpy(), small_b.reshape(-1).numpy())
         return torch.where(small_a != NONE, small_a, small_b).expand(a.shape)
 
-    def reduce(self, layer: Layer, dims: Sequence[int]) -> Layer:
-        """The layer with `dims` reduced to length 1; ids that meet there become one class."""
-        small = squash(layer)
+    def reduce(self, idmap: IdMap, dims: Sequence[int]) -> IdMap:
+        """The map with `dims` reduced to length 1; ids that meet there become one class."""
+        small = squash(idmap)
         rest = [d for d in range(small.ndim) if d not in dims]
         length = [small.shape[d] for d in dims]
         if any(n > 1 for n in length):
             rows = small.permute(*rest, *dims).reshape(-1, int(np.prod(length))).numpy()
             self.ids.unite_all(rows)
             small = small.amax(dim=tuple(dims), keepdim=True)
-        return small.expand([1 if d in dims else n for d, n in enumerate(layer.shape)])
+        return small.expand([1 if d in dims else n for d, n in enumerate(idmap.shape)])
 
-    def reduce_all(self, layers: Sequence[Layer], dims: Sequence[int]) -> tuple[Layer, ...]:
-        return tuple(self.reduce(layer, dims) for layer in layers)
+    def reduce_all(self, maps: Sequence[IdMap], dims: Sequence[int]) -> tuple[IdMap, ...]:
+        return tuple(self.reduce(idmap, dims) for idmap in maps)
 
-    def single(self, layers: Sequence[Layer], dim: int, size: int) -> Ints:
-        """One id per index of `dim`, [size]: the layer that lies along it, all else reduced; NONE where
-        there is none.
-        """
-        for layer in layers:
-            if extent(layer)[dim]:
+    def single(self, maps: Sequence[IdMap], dim: int, size: int) -> Ints:
+        """One id for each index of `dim`, [size], from the map that lies along it; NONE without one."""
+        for idmap in maps:
+            if extent(idmap)[dim]:
                 return (
-                    self.reduce(layer, [d for d in range(layer.ndim) if d != dim]).reshape(-1).numpy().copy()
+                    self.reduce(idmap, [d for d in range(idmap.ndim) if d != dim]).reshape(-1).numpy().copy()
                 )
         return np.full(size, NONE, dtype=np.int64)
 
-    def settle(self, layers: Sequence[Layer], operands: Sequence[Shadow], what: str) -> Shadow:
-        """What an elementwise result keeps of layers side by side: not those that all units share (a
-        gate, a norm's weight in every head).
+    def settle(self, maps: Sequence[IdMap], operands: Sequence[Shadow], what: str) -> Shadow:
+        """The shadow of an elementwise result. Of maps side by side it keeps those of the activations, not
+        those of a weight that all units share (a norm's weight inside every head).
         """
-        if all(s.weight or not s.layers for s in operands):
-            return Shadow(tuple(layers), weight=True)
-        if len(layers) > 1:
+        if all(s.weight or not s.maps for s in operands):
+            return Shadow(tuple(maps), weight=True)
+        if len(maps) > 1:
             active = np.concatenate(
-                [self.roots(layer).ravel() for s in operands if not s.weight for layer in s.layers]
+                [self.roots(idmap).ravel() for s in operands if not s.weight for idmap in s.maps]
             )
-            own = [layer for layer in layers if np.isin(self.roots(layer), active[active != NONE]).any()]
-            own = [layer for layer in own if any(extent(layer))] or own
-            for layer in layers:
-                if not any(layer is kept for kept in own):
-                    self.ids.lock(as_ids(layer), f"shared by all units that it meets in {what}")
-            layers = own
-        return Shadow(tuple(layers))
+            own = [idmap for idmap in maps if np.isin(self.roots(idmap), active[active != NONE]).any()]
+            own = [idmap for idmap in own if any(extent(idmap))] or own
+            for idmap in maps:
+                if not any(idmap is kept for kept in own):
+                    self.ids.lock(as_ids(idmap), f"shared by all units that it meets in {what}")
+            maps = own
+        return Shadow(tuple(maps))
 
     def lock(self, shadow: Shadow, reason: str) -> None:
-        for layer in shadow.layers:
-            self.ids.lock(as_ids(layer), reason)
+        for idmap in shadow.maps:
+            self.ids.lock(as_ids(idmap), reason)
 
-    def mark(self, layer: Layer, use: Use) -> None:
-        self.ids.mark(as_ids(layer), use)
+    def mark(self, idmap: IdMap, use: Usage) -> None:
+        self.ids.mark(as_ids(idmap), use)

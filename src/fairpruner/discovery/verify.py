@@ -1,9 +1,8 @@
-"""The proof of a space: on the example, the masked model and the cut model compute the same."""
+"""The check of every space: on the example, the masked model and the cut model compute the same."""
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -15,11 +14,13 @@ from torch.utils._pytree import tree_map_only
 from fairpruner.core.arrays import Ints
 from fairpruner.core.spaces import UnitSpace
 from fairpruner.core.tod import removal_order
+from fairpruner.discovery.failing import first_line, raise_if_out_of_memory
+from fairpruner.discovery.lively import lively_weights
 from fairpruner.models.calling import call, in_eval_mode, tensors_of
 from fairpruner.models.narrowing import Change, copy_with, cut_units, mask_units
 
-# A right cut differs by rounding alone. float32 is fast and settles nearly all; what it does not settle
-# float64 decides; a model that runs in neither is tried in its own type.
+# A right cut differs by rounding alone. float32 is fast and decides nearly always; where it does not,
+# float64 does. A model that runs in neither is tried in its own type.
 PRECISIONS: tuple[tuple[torch.dtype | None, float], ...] = (
     (torch.float32, 1e-4),
     (torch.float64, 1e-9),
@@ -30,8 +31,8 @@ Removed = dict[str, Ints]
 
 
 def verify(model: nn.Module, example: Any, spaces: Sequence[UnitSpace]) -> dict[str, str]:
-    """Name -> reason for each space whose cut fails or differs from its mask; all are tried together,
-    then by halves.
+    """Name -> reason for each space whose cut fails or differs from its mask. All spaces are tried
+    together first, then by halves.
     """
     check = Check(model, example, spaces)
     failed = _failing(check, spaces)
@@ -40,7 +41,7 @@ def verify(model: nn.Module, example: Any, spaces: Sequence[UnitSpace]) -> dict[
         reason = check.difference(sound)
         if not reason:
             break
-        # Right one by one, wrong together: the first whose joining makes the others fail goes.
+        # Right one by one, wrong together: leave out the first space with which the earlier ones fail.
         good, bad = 0, len(sound)
         while bad - good > 1:
             middle = (good + bad) // 2
@@ -57,23 +58,16 @@ def _failing(check: Check, part: Sequence[UnitSpace]) -> dict[str, str]:
 
 
 class Check:
-    """Compares mask and cut, with other numbers of units gone from each of the given spaces."""
+    """Compares mask and cut. Each space loses a random number of units, up to two thirds of them."""
 
     def __init__(self, model: nn.Module, example: Any, spaces: Sequence[UnitSpace]) -> None:
         rng = np.random.default_rng(0)
-        depths = [
-            int(rng.integers(1, max(1, min(s.size - s.min_keep, 2 * s.size // 3) // s.groups) + 1)) * s.groups
-            for s in spaces
+        # All spaces together, then every other one. Neighbours often share a tensor that the code splits
+        # in equal parts, and must not pass because both happen to lose the same number.
+        self._rounds: list[Removed] = [
+            {space.name: _drawn(space, rng, odd) for space in some}
+            for odd, some in ((False, spaces), (True, spaces[1::2]), (True, spaces[::2]))
         ]
-        everywhere: Removed = {
-            s.name: removal_order(np.argsort(rng.permutation(s.size)), s.groups)[:depth]
-            for s, depth in zip(spaces, depths, strict=True)
-        }
-        # Neighbours often share a tensor that the code splits: sizes that only fit while both lose the
-        # same
-        # must not pass.
-        elsewhere: Removed = {s.name: everywhere[s.name] for s in spaces[1::2]}
-        self._rounds = (everywhere, elsewhere)
         self._example = example
         self._model = model
         self._lively = cache(partial(lively_weights, model))
@@ -92,11 +86,11 @@ class Check:
             weights = self._lively(dtype)
             inputs = _cast(self._example, dtype)
             try:
-                small = _outputs(
-                    cut_units(self._model, spaces, removed, weights=weights), inputs
-                )  # the cut model is gone before the masked one is built
-            except Exception as error:
-                reason = f"a cut model cannot run: {_brief(error)}"
+                # The cut model is freed before the masked one is built.
+                small = _outputs(cut_units(self._model, spaces, removed, weights=weights), inputs)
+            except Exception as error:  # the user's code may raise anything when sizes change
+                raise_if_out_of_memory(error, self._model)
+                reason = f"a cut model cannot run: {first_line(error)}"
                 if self._runs(dtype, weights):
                     break
                 continue
@@ -108,79 +102,30 @@ class Check:
         return reason
 
 
+def _drawn(space: UnitSpace, rng: np.random.Generator, odd: bool) -> Ints:
+    """Units to remove, up to two thirds of a space and more of them from its first half.
+
+    Code that splits a tensor into equal parts gets the parts right by chance if all lose the same number.
+    They cannot if the first half loses more, or if the number is odd.
+    """
+    most = max(1, min(space.size - space.min_keep, 2 * space.size // 3) // space.groups)
+    depth = int(rng.integers(-(-most // 3), most + 1))
+    depth -= odd and depth % 2 == 0
+    if space.groups > 1:
+        return removal_order(np.argsort(rng.permutation(space.size)), space.groups)[: depth * space.groups]
+    early, late = (rng.permutation(part) for part in np.array_split(np.arange(space.size), 2))
+    from_early = min(-(-3 * depth // 4), early.size)
+    return np.concatenate([early[:from_early], late[: depth - from_early]])
+
+
 def _runs(model: nn.Module, example: Any, dtype: torch.dtype | None, weights: Change) -> bool:
     """Whether the uncut model runs in this type at all."""
     try:
         _outputs(copy_with(model, weights), _cast(example, dtype))
-    except Exception:
+    except Exception as error:  # the user's code may raise anything in another type
+        raise_if_out_of_memory(error, model)
         return False
     return True
-
-
-# Windows begin this many numbers apart: 16 for the kernels that want aligned matrices, times a prime so
-# that
-# rows rarely meet rows.
-APART = 16 * 61
-
-
-def lively_weights(model: nn.Module, dtype: torch.dtype | None) -> Change:
-    """Lively tensors for a whole model: its matrices are windows into one pool for each fan-in, and so
-    take the memory of the largest.
-    """
-    stacks = frozenset(_stacks(model))
-    # An embedding with max_norm writes into its weight, which must not be that of others.
-    written = {
-        f"{path}.weight" for path, module in model.named_modules() if getattr(module, "max_norm", None)
-    }
-    matrices = {
-        name: p
-        for name, p in model.named_parameters()
-        if p.ndim > 1 and p.is_floating_point() and name not in written
-    }
-    kinds = {
-        name: (max(p.shape[1:]) if name in stacks else p[0].numel(), p.dtype, p.device)
-        for name, p in matrices.items()
-    }
-    starts = {name: APART * number for number, name in enumerate(matrices)}
-    lengths: dict[tuple[int, torch.dtype, torch.device], int] = {}
-    for name, kind in kinds.items():
-        lengths[kind] = max(lengths.get(kind, 0), starts[name] + matrices[name].numel())
-    pools = {
-        kind: (
-            lively(
-                str(kind),
-                torch.empty(1, dtype=kind[1], device=kind[2]).expand(-(-length // kind[0]), kind[0]),
-                dtype,
-            ).flatten()
-        )
-        for kind, length in lengths.items()
-    }
-
-    def weights(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if name not in matrices:
-            return lively(name, tensor, dtype)
-        return pools[kinds[name]].narrow(0, starts[name], tensor.numel()).view(tensor.shape)
-
-    return weights
-
-
-def _stacks(model: nn.Module) -> Iterator[str]:
-    """The names of parameters that are a matrix for each of several experts."""
-    for path, module in model.named_modules():
-        if not isinstance(module, nn.modules.conv._ConvNd):
-            yield from (f"{path}.{name}" for name, p in module.named_parameters(recurse=False) if p.ndim == 3)
-
-
-def lively(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """Random numbers that keep the signal alive: under tiny or dead weights a wrong cut would look right."""
-    if not tensor.is_floating_point():
-        return tensor
-    noise = torch.rand(
-        tensor.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())), dtype=torch.float32
-    )
-    # Scales and variances near one; matrices with variance 2 / fan-in.
-    fresh = noise.add_(0.5) if tensor.ndim < 2 else noise.sub_(0.5).mul_((24 / tensor[0].numel()) ** 0.5)
-    return fresh.to(device=tensor.device, dtype=dtype or tensor.dtype)
 
 
 def _cast(example: Any, dtype: torch.dtype | None) -> Any:
@@ -209,7 +154,3 @@ def _compare(masked: list[torch.Tensor], small: list[torch.Tensor], tolerance: f
         if not difference <= tolerance * scale:
             return f"mask and cut differ by {difference:.2g} where the output is {scale:.2g}"
     return ""
-
-
-def _brief(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"

@@ -20,8 +20,7 @@ from fairpruner.core.costs import Lengths
 from fairpruner.core.latency import LatencyTable, TimedOp, padded_to
 from fairpruner.core.spaces import Spaces, Term
 from fairpruner.core.tod import removal_order
-from fairpruner.discovery.assemble import Accountant
-from fairpruner.discovery.trace import trace
+from fairpruner.discovery import operation_costs
 from fairpruner.errors import FairprunerError, check_whole_number
 from fairpruner.measuring.runtimes import check_runtime, prepared
 from fairpruner.measuring.timing import batched, device_of, finish, machine, settle_memory, threads_of, timed
@@ -65,9 +64,7 @@ def latency_table(
     """
     _check(model, spaces, batch_size, runtime, repeats)
     with threads_of(threads) as used:
-        seen = trace(model, batched(example, 1), [space for space in spaces if space.kind == "expert"])
-        accountant = Accountant(seen.classes, spaces.items)
-        terms = [accountant.term(work.macs, work.axes) for work in seen.work]
+        factors, terms = operation_costs(model, batched(example, 1), spaces)
         orders, depths = _trials(spaces)
         models = [cut_units(model, spaces, _removed(spaces, orders, column)) for column in depths.T]
         whole, parts = _times(
@@ -84,12 +81,10 @@ def latency_table(
             " operations."
         )
     parts *= (whole / parts.sum(axis=1))[:, None]  # looking at operations slows them down
-    lengths = Lengths(accountant.factors, spaces, orders).kept(depths)  # [F, T]
+    lengths = Lengths(factors, spaces, orders).kept(depths)  # [F, T]
     # All but the whole model: its largest tensors may take the memory another way, and it needs no
     # prediction.
-    ops, multiple = _fitted(
-        terms, lengths[:, 1:], np.array([factor.size for factor in accountant.factors]), parts[1:]
-    )
+    ops, multiple = _fitted(terms, lengths[:, 1:], np.array([factor.size for factor in factors]), parts[1:])
     setting = {
         "batch_size": batch_size,
         "threads": used,
@@ -97,9 +92,7 @@ def latency_table(
         "machine": machine(),
         "torch": torch.__version__,
     }
-    table = LatencyTable(
-        tuple(accountant.factors), ops, float(whole[0]), multiple, spaces.fingerprint, setting
-    )
+    table = LatencyTable(tuple(factors), ops, float(whole[0]), multiple, spaces.fingerprint, setting)
     return replace(
         table, trials=tuple(zip(whole.tolist(), table.milliseconds(lengths).tolist(), strict=True))
     )

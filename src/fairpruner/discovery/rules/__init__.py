@@ -1,6 +1,4 @@
-"""What each operation does to shadows: a table from operation to rule. Adding an operation is adding an
-entry.
-"""
+"""What each operation does to shadows: a table from operation to rule. A new operation is a new entry."""
 
 from __future__ import annotations
 
@@ -9,7 +7,6 @@ from typing import Any
 
 import torch
 
-from fairpruner.discovery.rules.call import Call, Rule, fresh, unknown
 from fairpruner.discovery.rules.contracting import attention, convolution, matmul
 from fairpruner.discovery.rules.mixing import (
     batch_norm,
@@ -30,11 +27,12 @@ from fairpruner.discovery.rules.moving import (
     to_real,
     unchanged,
 )
+from fairpruner.discovery.rules.operation import Operation, Rule, fresh, unknown
 
-__all__ = ["Call", "rule_for"]
+__all__ = ["Operation", "rule_for"]
 
 _GROUPS: dict[Rule, str] = {
-    movement: (  # in place, too: so torch makes the product with a vector
+    movement: (  # torch's product with a vector squeezes in place
         "view _unsafe_view reshape cat stack constant_pad_nd index index_select roll flip repeat gather"
         " pixel_shuffle pixel_unshuffle channel_shuffle rot90 tril triu squeeze unsqueeze t transpose"
     ),

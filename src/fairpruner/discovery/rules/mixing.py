@@ -1,6 +1,4 @@
-"""Elementwise operations, reductions, pooling and norms: elements that meet, or are mixed, become one
-unit.
-"""
+"""Elementwise operations, reductions, pooling and norms: elements that meet or are mixed become one unit."""
 
 from __future__ import annotations
 
@@ -9,67 +7,65 @@ from typing import Any
 
 import torch
 
-from fairpruner.discovery.rules.call import Call, Rule, unknown
 from fairpruner.discovery.rules.moving import is_whole
+from fairpruner.discovery.rules.operation import Operation, Rule, unknown
 from fairpruner.discovery.shadow import Shadow, extent
 
 
-def elementwise(call: Call) -> None:
-    """add, mul, relu, where, …: units that meet position by position are one."""
-    operands = [call.shadow(t) for t in call.tensors]
-    if (
-        call.func._schema.is_mutable
-        and sum(bool(o.layers) for o in operands) > 1
-        and not is_whole(call.result)
-    ):
-        call.lock(f"written in place into part of a tensor by {call.name}")
-    _settle(call, operands)
+def elementwise(op: Operation) -> None:
+    """add, mul, relu, where, …: units at the same position become one."""
+    operands = [op.shadow(t) for t in op.tensors]
+    if op.func._schema.is_mutable and sum(bool(o.maps) for o in operands) > 1 and not is_whole(op.result):
+        op.lock(f"written in place into part of a tensor by {op.name}")
+    _settle(op, operands)
 
 
-def _settle(call: Call, operands: Sequence[Shadow]) -> None:
-    call.touch(*operands)
-    layers = call.algebra.combine_all(operands, call.result.shape)
-    call.tracer.put(call.result, call.algebra.settle(layers, operands, call.name))
+def _settle(op: Operation, operands: Sequence[Shadow]) -> None:
+    op.touch(*operands)
+    maps = op.algebra.combine_all(operands, op.result.shape)
+    op.recorder.put(op.result, op.algebra.settle(maps, operands, op.name))
 
 
-def gathered(call: Call) -> None:
-    """index_add, and index_put of rows: rows of the source go to rows of the target, as results of
-    experts do.
+def gathered(op: Operation) -> None:
+    """index_add, and index_put of rows: rows of the source are added or written to rows of the target, as
+    the outputs of experts are.
     """
-    target = call.args[0]
-    dim, source = (call.args[1], call.args[3]) if call.name.startswith("index_add") else (0, call.args[2])
-    rows = call.shadow(source).layers
+    target = op.args[0]
+    dim, source = (op.args[1], op.args[3]) if op.name.startswith("index_add") else (0, op.args[2])
+    rows = op.shadow(source).maps
     plain = (
         is_whole(target)
         and source.ndim == target.ndim
-        and (call.name.startswith("index_add") or len(call.args[1]) == 1)
+        and (op.name.startswith("index_add") or len(op.args[1]) == 1)
     )
-    if not plain or any(extent(layer)[dim] for layer in rows):
-        return unknown(call)
+    if not plain or any(extent(idmap)[dim] for idmap in rows):
+        return unknown(op)
     if source.shape[dim]:
-        spread = tuple(layer.narrow(dim, 0, 1).expand(target.shape) for layer in rows)
-        call.put(call.algebra.combine(call.shadow(target), Shadow(spread), target.shape))
+        spread = tuple(idmap.narrow(dim, 0, 1).expand(target.shape) for idmap in rows)
+        op.put(op.algebra.combine(op.shadow(target), Shadow(spread), target.shape))
     return None
 
 
-def glu(call: Call) -> None:
+def glu(op: Operation) -> None:
     """One half times the gate in the other half."""
-    shadow, dim = call.shadow(call.args[0]), call.option(1, "dim", -1)
-    value, gate = (Shadow(tuple(layer.chunk(2, dim)[half] for layer in shadow.layers)) for half in (0, 1))
-    call.put(call.algebra.combine(value, gate, call.result.shape), shadow.weight)
+    shadow, dim = op.shadow(op.args[0]), op.option(1, "dim", -1)
+    value, gate = (Shadow(tuple(idmap.chunk(2, dim)[half] for idmap in shadow.maps)) for half in (0, 1))
+    op.put(op.algebra.combine(value, gate, op.result.shape), shadow.weight)
 
 
 def reduction(dims_at: int, *, keeps_shape: bool = False) -> Rule:
-    """sum, mean, softmax, …: ids that are mixed become one class."""
+    """sum, mean, softmax, …: ids that are mixed become one class; `dims_at` is the argument that names the
+    dimensions.
+    """
 
-    def rule(call: Call) -> None:
-        tensor, shadow = call.args[0], call.shadow(call.args[0])
-        dims = call.option(dims_at, "dim")
+    def rule(op: Operation) -> None:
+        tensor, shadow = op.args[0], op.shadow(op.args[0])
+        dims = op.option(dims_at, "dim")
         dims = [dims] if isinstance(dims, int) else (list(dims) if dims else list(range(tensor.ndim)))
-        reduced = call.algebra.reduce_all(shadow.layers, [d % max(tensor.ndim, 1) for d in dims])
-        for result in call.results:
-            call.put(
-                shadow.layers if keeps_shape else [layer.reshape(result.shape) for layer in reduced],
+        reduced = op.algebra.reduce_all(shadow.maps, [d % max(tensor.ndim, 1) for d in dims])
+        for result in op.results:
+            op.put(
+                shadow.maps if keeps_shape else [idmap.reshape(result.shape) for idmap in reduced],
                 shadow.weight,
                 result,
             )
@@ -80,47 +76,43 @@ def reduction(dims_at: int, *, keeps_shape: bool = False) -> Rule:
 def pooling(spatial: int) -> Rule:
     """Pooling and resizing over the last dimensions: a channel stays a channel."""
 
-    def rule(call: Call) -> None:
-        tensor, shadow = call.args[0], call.shadow(call.args[0])
-        pooled = call.algebra.reduce_all(shadow.layers, range(tensor.ndim - spatial, tensor.ndim))
-        for result in call.results:
-            call.put([layer.expand(result.shape) for layer in pooled], shadow.weight, result)
+    def rule(op: Operation) -> None:
+        tensor, shadow = op.args[0], op.shadow(op.args[0])
+        pooled = op.algebra.reduce_all(shadow.maps, range(tensor.ndim - spatial, tensor.ndim))
+        for result in op.results:
+            op.put([idmap.expand(result.shape) for idmap in pooled], shadow.weight, result)
 
     return rule
 
 
-def _scaled(call: Call, x: torch.Tensor, parameters: Sequence[Any], dim: int) -> None:
-    """A norm's result: its input times and plus vectors along one dimension."""
-    _settle(call, [call.shadow(x), *(call.along(p, dim, x.ndim) for p in parameters)])
+def _scaled(op: Operation, x: torch.Tensor, parameters: Sequence[Any], dim: int) -> None:
+    """A norm's result: its input, scaled and shifted by vectors along one dimension."""
+    _settle(op, [op.shadow(x), *(op.along(p, dim, x.ndim) for p in parameters)])
 
 
-def batch_norm(call: Call) -> None:
-    """Per channel; with batch statistics (instance norm, standardised weights) everything but the channel
-    is mixed.
+def batch_norm(op: Operation) -> None:
+    """Each channel alone; statistics of the input (instance norm, standardised weights) mix all else."""
+    x = op.args[0]
+    if op.args[5] is True:
+        op.algebra.reduce_all(op.shadow(x).maps, [d for d in range(x.ndim) if d != 1])
+    _scaled(op, x, op.args[1:5], 1)
+
+
+def layer_norm(op: Operation) -> None:
+    """Mixes the normalised dimensions. Inside one head they belong to one unit anyway; over the whole width
+    they leave nothing to remove.
     """
-    x = call.args[0]
-    if call.args[5] is True:
-        call.algebra.reduce_all(call.shadow(x).layers, [d for d in range(x.ndim) if d != 1])
-    _scaled(call, x, call.args[1:5], 1)
+    x, shape = op.args[:2]
+    op.algebra.reduce_all(op.shadow(x).maps, range(x.ndim - len(shape), x.ndim))
+    vectors = [a for a in op.args[2:4] if isinstance(a, torch.Tensor)]
+    _scaled(op, x, vectors, x.ndim - 1)
 
 
-def layer_norm(call: Call) -> None:
-    """Mixes the normalised dimensions; inside one head that is one unit, over the whole width it leaves
-    nothing to remove.
-    """
-    x, shape = call.args[:2]
-    call.algebra.reduce_all(call.shadow(x).layers, range(x.ndim - len(shape), x.ndim))
-    vectors = [a for a in call.args[2:4] if isinstance(a, torch.Tensor)]
-    _scaled(call, x, vectors, x.ndim - 1)
-
-
-def group_norm(call: Call) -> None:
+def group_norm(op: Operation) -> None:
     """One group of channels is one unit."""
-    x, weight, bias, batch, channels, _, groups = call.args[:7]
-    layers = call.shadow(x).layers
-    for layer in layers:
-        call.algebra.reduce(layer.reshape(batch, groups, channels // groups, -1), (2, 3))
-    _scaled(call, x, (weight, bias), 1)
-    call.tracer.count(
-        "num_groups", groups, call.algebra.single(layers, 1, channels).reshape(groups, -1)[:, 0]
-    )
+    x, weight, bias, batch, channels, _, groups = op.args[:7]
+    maps = op.shadow(x).maps
+    for idmap in maps:
+        op.algebra.reduce(idmap.reshape(batch, groups, channels // groups, -1), (2, 3))
+    _scaled(op, x, (weight, bias), 1)
+    op.recorder.count("num_groups", groups, op.algebra.single(maps, 1, channels).reshape(groups, -1)[:, 0])

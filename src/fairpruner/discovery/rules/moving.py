@@ -1,6 +1,4 @@
-"""Operations that move elements about: the operation itself, run on the shadow, so that any reshaping is
-exact.
-"""
+"""Operations that move elements: each is run on the id maps themselves, so any reshaping is exact."""
 
 from __future__ import annotations
 
@@ -10,54 +8,53 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from fairpruner.discovery.ids import NONE, Use
-from fairpruner.discovery.rules.call import Call, unknown
-from fairpruner.discovery.shadow import Layer, Shadow
+from fairpruner.discovery.failing import OUT_OF_MEMORY
+from fairpruner.discovery.ids import NONE, Usage
+from fairpruner.discovery.rules.operation import Operation, unknown
+from fairpruner.discovery.shadow import IdMap, Shadow
 
 
-def movement(call: Call) -> None:
-    """view, permute, cat, index, pad, …: exact by construction."""
-    shadows = [call.shadow(t) for t in call.tensors]
-    weight = all(s.weight or not s.layers for s in shadows)
-    if call.name == "cat" and weight:
-        # A buffer among weights is a part of one: the zero bias of the keys in a fused projection.
+def movement(op: Operation) -> None:
+    """view, permute, cat, index, pad, …"""
+    shadows = [op.shadow(t) for t in op.tensors]
+    weight = all(s.weight or not s.maps for s in shadows)
+    if op.name == "cat" and weight:
+        # A buffer concatenated with weights is a part of a weight, as the zero bias of keys in a fused qkv.
         shadows = [
-            s if s.layers else call.tracer.slots_of(t) for s, t in zip(shadows, call.tensors, strict=True)
+            s if s.maps else op.recorder.named_shadow(t) for s, t in zip(shadows, op.tensors, strict=True)
         ]
-    depth = max(len(s.layers) for s in shadows)
+    depth = max(len(s.maps) for s in shadows)
     try:
         moved = [
-            _moved(call, {id(t): _layer(t, s, k) for t, s in zip(call.tensors, shadows, strict=True)})
+            _moved(op, {id(t): _layer(t, s, k) for t, s in zip(op.tensors, shadows, strict=True)})
             for k in range(depth)
         ]
-    except Exception:  # an operation that does not take integers, or another layout of strides: be safe
-        return unknown(call)
+    except (RuntimeError, NotImplementedError, TypeError) as error:
+        # The operation does not take integers, or wants other strides.
+        if any(words in str(error) for words in OUT_OF_MEMORY):
+            raise
+        return unknown(op)
     if any(
-        result.shape != layer.shape
-        for layers in moved
-        for result, layer in zip(call.results, layers, strict=True)
+        result.shape != idmap.shape for maps in moved for result, idmap in zip(op.results, maps, strict=True)
     ):
-        return unknown(call)
-    for position, result in enumerate(call.results):
-        call.put([layers[position] for layers in moved], weight, result)
+        return unknown(op)
+    for position, result in enumerate(op.results):
+        op.put([maps[position] for maps in moved], weight, result)
     return None
 
 
-def _layer(tensor: torch.Tensor, shadow: Shadow, position: int) -> Layer:
-    """A source's layer; what has no id is NONE, but whole-number tensors without a shadow are indices and
-    stay themselves.
-    """
-    if position < len(shadow.layers):
-        return shadow.layers[position]
-    if not shadow.layers and not tensor.is_floating_point():
+def _layer(tensor: torch.Tensor, shadow: Shadow, position: int) -> IdMap:
+    """The map that stands for a tensor: all NONE where it has no map, itself where it holds indices."""
+    if position < len(shadow.maps):
+        return shadow.maps[position]
+    if not shadow.maps and not tensor.is_floating_point():
         return tensor.cpu()
     return torch.zeros((), dtype=torch.int64).expand(tensor.shape)
 
 
-def _moved(call: Call, stand_in: dict[int, Layer]) -> list[Layer]:
-    args, kwargs = tree_map_only(
-        torch.Tensor, lambda t: stand_in[id(t)][...], (call.args, call.kwargs)
-    )  # aliases: squeeze_ changes what it is given
+def _moved(op: Operation, stand_in: dict[int, IdMap]) -> list[IdMap]:
+    # Aliases of the maps, since squeeze_ changes what it is given.
+    args, kwargs = tree_map_only(torch.Tensor, lambda t: stand_in[id(t)][...], (op.args, op.kwargs))
     kwargs.pop("memory_format", None)
     run = {
         "view": _reshape,
@@ -65,44 +62,42 @@ def _moved(call: Call, stand_in: dict[int, Layer]) -> list[Layer]:
         "reshape": _reshape,
         "cat": _cat,
         "constant_pad_nd": _pad,
-    }.get(call.name, call.func)
+    }.get(op.name, op.func)
     moved = run(*args, **kwargs)
     return list(moved) if isinstance(moved, (tuple, list)) else [moved]
 
 
-def _reshape(layer: Layer, shape: Sequence[int]) -> Layer:
-    return layer.reshape(shape)
+def _reshape(idmap: IdMap, shape: Sequence[int]) -> IdMap:
+    return idmap.reshape(shape)
 
 
-def _pad(layer: Layer, pad: Sequence[int], value: Any = 0) -> Layer:
-    return torch.constant_pad_nd(layer, list(pad), NONE)
+def _pad(idmap: IdMap, pad: Sequence[int], value: Any = 0) -> IdMap:
+    return torch.constant_pad_nd(idmap, list(pad), NONE)
 
 
-def _cat(layers: Sequence[Layer], dim: int = 0) -> Layer:
-    """Concatenate without writing out the dimensions along which no layer changes."""
-    layers = [layer for layer in layers if layer.shape != (0,)]
-    dim %= layers[0].ndim
-    shape = list(layers[0].shape)
-    shape[dim] = sum(layer.shape[dim] for layer in layers)
-    flat = [d for d in range(len(shape)) if d != dim and all(layer.stride(d) == 0 for layer in layers)]
+def _cat(maps: Sequence[IdMap], dim: int = 0) -> IdMap:
+    """Concatenate without writing out the dimensions along which no map changes."""
+    maps = [idmap for idmap in maps if idmap.shape != (0,)]
+    dim %= maps[0].ndim
+    shape = list(maps[0].shape)
+    shape[dim] = sum(idmap.shape[dim] for idmap in maps)
+    flat = [d for d in range(len(shape)) if d != dim and all(idmap.stride(d) == 0 for idmap in maps)]
     for d in flat:
-        layers = [layer.narrow(d, 0, min(1, layer.shape[d])) for layer in layers]
-    return torch.cat(list(layers), dim).expand(shape)
+        maps = [idmap.narrow(d, 0, min(1, idmap.shape[d])) for idmap in maps]
+    return torch.cat(list(maps), dim).expand(shape)
 
 
-def unchanged(call: Call) -> None:
+def unchanged(op: Operation) -> None:
     """clone, dropout in eval mode, conversions: the result is the first argument, element by element."""
-    call.tracer.put(call.result, call.shadow(call.args[0]))
+    op.recorder.put(op.result, op.shadow(op.args[0]))
 
 
-def copied(call: Call) -> None:
-    """Writing into a tensor: into a whole one the source's shadow moves in, into a part of one nothing is
-    known.
-    """
-    target, source = call.args[:2]
+def copied(op: Operation) -> None:
+    """copy_ into a whole tensor: it takes the shadow of the source. A part of a tensor is not followed."""
+    target, source = op.args[:2]
     if not is_whole(target):
-        return unknown(call)
-    return call.put([layer.expand(target.shape) for layer in call.shadow(source).layers], result=target)
+        return unknown(op)
+    return op.put([idmap.expand(target.shape) for idmap in op.shadow(source).maps], result=target)
 
 
 def is_whole(tensor: torch.Tensor) -> bool:
@@ -110,30 +105,28 @@ def is_whole(tensor: torch.Tensor) -> bool:
     return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
-def restrided(call: Call) -> None:
-    """Harmless only where it changes the strides of dimensions of length one, as pooling does."""
-    plain = torch.empty(call.result.shape, device="meta").stride()
-    same = all(
-        n == 1 or a == b for n, a, b in zip(call.result.shape, call.result.stride(), plain, strict=True)
-    )
-    return None if call.func._schema.is_mutable and same else unknown(call)
+def restrided(op: Operation) -> None:
+    """as_strided, as pooling uses it: only the strides of dimensions of length one change."""
+    plain = torch.empty(op.result.shape, device="meta").stride()
+    same = all(n == 1 or a == b for n, a, b in zip(op.result.shape, op.result.stride(), plain, strict=True))
+    return None if op.func._schema.is_mutable and same else unknown(op)
 
 
-def embedding(call: Call) -> None:
-    """Rows are looked up by data; only the columns are units."""
-    table = call.args[0]
-    columns = call.algebra.single(call.shadow(table).layers, 1, table.shape[1])
-    call.ids.mark(columns, Use.WRITE)
-    call.put([torch.from_numpy(columns).expand(call.result.shape)])
+def embedding(op: Operation) -> None:
+    """The data chooses rows, so only columns are units."""
+    table = op.args[0]
+    columns = op.algebra.single(op.shadow(table).maps, 1, table.shape[1])
+    op.ids.mark(columns, Usage.WRITE)
+    op.put([torch.from_numpy(columns).expand(op.result.shape)])
 
 
-def to_complex(call: Call) -> None:
-    """A pair of real elements becomes one number."""
-    shadow = call.shadow(call.args[0])
-    pairs = call.algebra.reduce_all(shadow.layers, (call.args[0].ndim - 1,))
-    call.put([layer.squeeze(-1) for layer in pairs], shadow.weight)
+def to_complex(op: Operation) -> None:
+    """A pair of real numbers becomes one complex number."""
+    shadow = op.shadow(op.args[0])
+    pairs = op.algebra.reduce_all(shadow.maps, (op.args[0].ndim - 1,))
+    op.put([idmap.squeeze(-1) for idmap in pairs], shadow.weight)
 
 
-def to_real(call: Call) -> None:
-    shadow = call.shadow(call.args[0])
-    call.put([layer.unsqueeze(-1).expand(call.result.shape) for layer in shadow.layers], shadow.weight)
+def to_real(op: Operation) -> None:
+    shadow = op.shadow(op.args[0])
+    op.put([idmap.unsqueeze(-1).expand(op.result.shape) for idmap in shadow.maps], shadow.weight)

@@ -1,0 +1,100 @@
+"""What every plan over the spaces costs: parameters, bytes and FLOPs as terms over shared factors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from torch import nn
+
+from fairpruner.core.arrays import Ints
+from fairpruner.core.spaces import CostModel, Factor, Term, UnitSpace
+from fairpruner.discovery.ids import Partition
+from fairpruner.discovery.trace import Trace
+
+
+class TermBuilder:
+    """Turns lengths of axes into terms. Axes whose indices belong to the same units share one factor."""
+
+    def __init__(self, partition: Partition, spaces: Sequence[UnitSpace]) -> None:
+        self.factors: list[Factor] = []
+        self._positions: dict[tuple[int, bytes], int] = {}  # of factors
+        self._spaces = spaces
+        self._space = np.full(partition.roots.size, -1, dtype=np.int64)  # of each id
+        self._unit = np.full(partition.roots.size, -1, dtype=np.int64)
+        starts = {(axis.tensor, axis.dim): axis.start for axis in partition.axes}
+        for number, space in enumerate(spaces):
+            for part in space.slices:
+                if (part.tensor, part.dim) not in starts:
+                    continue  # a buffer, which costs nothing
+                ids = starts[part.tensor, part.dim] + np.flatnonzero(part.owner >= 0)
+                self._space[partition.roots[ids]] = number
+                self._unit[partition.roots[ids]] = part.owner[part.owner >= 0]
+        self._roots = partition.roots
+
+    def term(self, total: int, axes: Sequence[Ints]) -> Term:
+        """A cost that is `total` for the whole model and proportional to the kept ids of each axis."""
+        factors = []
+        for ids in axes:
+            owners = self._space[self._roots[ids]]
+            if ids.size and (owners >= 0).any():
+                factors.append(self._factor(ids, owners))
+                total, rest = divmod(total, ids.size)
+                if rest:
+                    raise AssertionError(
+                        f"a cost of {total * ids.size + rest} is no multiple of its axis of {ids.size}"
+                    )
+        return Term(total, tuple(factors))
+
+    def _factor(self, ids: Ints, owners: Ints) -> int:
+        units = self._unit[self._roots[ids]]
+        key = (ids.size, np.sort(owners * (1 << 32) + units).tobytes())
+        if key not in self._positions:
+            owned: Mapping[str, Ints] = {
+                self._spaces[s].name: np.bincount(units[owners == s], minlength=self._spaces[s].size)
+                for s in np.unique(owners[owners >= 0])
+            }
+            self._positions[key] = len(self.factors)
+            self.factors.append(Factor(ids.size, owned))
+        return self._positions[key]
+
+
+def operation_terms(trace: Trace, spaces: Sequence[UnitSpace]) -> tuple[list[Factor], list[Term]]:
+    """The MACs of every operation, in the order in which the forward pass ran them."""
+    builder = TermBuilder(trace.partition, spaces)
+    return builder.factors, [builder.term(cost.macs, cost.axes) for cost in trace.costs]
+
+
+def cost_model(trace: Trace, spaces: Sequence[UnitSpace], model: nn.Module) -> CostModel:
+    """Parameters, bytes and FLOPs of every plan over these spaces."""
+    builder = TermBuilder(trace.partition, spaces)
+    axes = _parameter_axes(trace, model)
+    sizes = [(p, axes.get(name, ())) for name, p in model.named_parameters()]
+    params = [builder.term(p.numel(), ids) for p, ids in sizes]
+    held = [builder.term(p.numel() * p.element_size(), ids) for p, ids in sizes]
+    flops = [builder.term(cost.macs, cost.axes) for cost in trace.costs]
+    return CostModel(tuple(builder.factors), _merged(params), _merged(flops), _merged(held))
+
+
+def _parameter_axes(trace: Trace, model: nn.Module) -> dict[str, list[Ints]]:
+    """Parameter name -> the ids along each of its dimensions; all that a listed expert holds is gone with
+    that expert.
+    """
+    axes: dict[str, list[Ints]] = {}
+    modules = dict(model.named_modules())
+    for axis in trace.partition.axes:
+        axes.setdefault(axis.tensor, []).append(axis.ids)
+        if axis.tensor in modules:
+            for number, expert in modules[axis.tensor].named_children():
+                for name, _ in expert.named_parameters():
+                    axes.setdefault(f"{axis.tensor}.{number}.{name}", []).append(axis.ids[[int(number)]])
+    return axes
+
+
+def _merged(terms: Sequence[Term]) -> tuple[Term, ...]:
+    """Terms over the same factors added up."""
+    totals: dict[tuple[int, ...], int] = {}
+    for term in terms:
+        key = tuple(sorted(term.factors))
+        totals[key] = totals.get(key, 0) + term.coefficient
+    return tuple(Term(coefficient, factors) for factors, coefficient in totals.items())

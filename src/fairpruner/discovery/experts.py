@@ -1,0 +1,53 @@
+"""Routed experts while a model is traced: which axes count them, which ran, which are twins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from fairpruner.core.spaces import UnitSpace
+
+
+class ExpertLists:
+    """The experts of the given spaces. Those that are modules stand in an `nn.ModuleList`: the path of
+    the list stands for a tensor, whose dimension 0 counts the modules.
+    """
+
+    def __init__(self, model: nn.Module, spaces: Sequence[UnitSpace] = ()) -> None:
+        self.axes = {(part.tensor, part.dim) for space in spaces for part in space.slices}
+        self.lists = {
+            name: list(module.children()) for name, module in model.named_modules() if (name, 0) in self.axes
+        }
+        # Parameters at the same place in all experts of a list, which are cut to the same shape.
+        self.groups_of_twins: list[tuple[nn.Parameter, ...]] = [
+            twins
+            for listed in self.lists.values()
+            for twins in zip(*(expert.parameters() for expert in listed), strict=True)
+        ]
+        self.twins = {id(p): twins for twins in self.groups_of_twins for p in twins}
+        self._places = {
+            id(expert): (name, number)
+            for name, listed in self.lists.items()
+            for number, expert in enumerate(listed)
+        }
+        self._inputs: dict[tuple[str, int], Any] = {}
+
+    def entered(self, module: nn.Module, inputs: Any) -> None:
+        """Note that a module was called with these inputs."""
+        if id(module) in self._places and inputs:
+            self._inputs[self._places[id(module)]] = inputs[0]
+
+    def running(self, modules: Sequence[nn.Module]) -> tuple[str, int] | None:
+        """The list and the number of the expert among the running modules."""
+        return next((self._places[id(m)] for m in modules if id(m) in self._places), None)
+
+    def all_see_all(self, name: str) -> bool:
+        """Whether every expert of a list was called with the very same tensor: with all tokens.
+
+        Then the work of a removed expert is gone. Where tokens are divided among experts, the others take
+        over the tokens of a removed one, and the work stays.
+        """
+        inputs = [self._inputs.get((name, number)) for number in range(len(self.lists[name]))]
+        return inputs[0] is not None and all(x is inputs[0] for x in inputs)

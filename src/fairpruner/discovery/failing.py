@@ -1,0 +1,28 @@
+"""Errors of a user's code while cuts are tried: most are an answer, a lack of memory never is."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from fairpruner.errors import FairprunerError
+
+# torch raises a plain RuntimeError with these words when the processor's memory is used up.
+OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
+
+
+def raise_if_out_of_memory(error: Exception, model: nn.Module) -> None:
+    """Stop with one sentence if memory ran out; return otherwise."""
+    text = str(error)
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(
+        words in text for words in OUT_OF_MEMORY
+    ):
+        raise FairprunerError(
+            f"Memory ran out while cuts of {type(model).__name__} were tried: {first_line(error)}. Discover"
+            " with a smaller example, or on a machine with more memory."
+        ) from error
+
+
+def first_line(error: Exception) -> str:
+    """The type and the first line of an error."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"

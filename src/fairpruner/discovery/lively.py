@@ -1,0 +1,74 @@
+"""Random weights under which no signal dies on its way, so that a wrong cut cannot look right."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from fairpruner.models.narrowing import Change
+
+# Windows begin this many numbers apart: a multiple of 16, since some kernels want aligned matrices, and of
+# a prime, so that a row of one matrix rarely equals a row of another.
+APART = 16 * 61
+
+
+def lively_weights(model: nn.Module, dtype: torch.dtype | None) -> Change:
+    """Random tensors for a whole model. Its matrices are windows into one pool for each fan-in, so that
+    together they take the memory of the largest.
+    """
+    stacks = frozenset(_stacks(model))
+    # An embedding with max_norm writes into its weight, which therefore must not lie in the pool.
+    written = {
+        f"{path}.weight" for path, module in model.named_modules() if getattr(module, "max_norm", None)
+    }
+    matrices = {
+        name: p
+        for name, p in model.named_parameters()
+        if p.ndim > 1 and p.is_floating_point() and name not in written
+    }
+    kinds = {
+        name: (max(p.shape[1:]) if name in stacks else p[0].numel(), p.dtype, p.device)
+        for name, p in matrices.items()
+    }
+    starts = {name: APART * number for number, name in enumerate(matrices)}
+    lengths: dict[tuple[int, torch.dtype, torch.device], int] = {}
+    for name, kind in kinds.items():
+        lengths[kind] = max(lengths.get(kind, 0), starts[name] + matrices[name].numel())
+    pools = {
+        kind: (
+            lively(
+                str(kind),
+                torch.empty(1, dtype=kind[1], device=kind[2]).expand(-(-length // kind[0]), kind[0]),
+                dtype,
+            ).flatten()
+        )
+        for kind, length in lengths.items()
+    }
+
+    def weights(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if name not in matrices:
+            return lively(name, tensor, dtype)
+        return pools[kinds[name]].narrow(0, starts[name], tensor.numel()).view(tensor.shape)
+
+    return weights
+
+
+def _stacks(model: nn.Module) -> Iterator[str]:
+    """The names of parameters that hold one matrix for each of several experts."""
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.modules.conv._ConvNd):
+            yield from (f"{path}.{name}" for name, p in module.named_parameters(recurse=False) if p.ndim == 3)
+
+
+def lively(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """Random numbers of a tensor's shape: scales and variances near one, matrices of variance 2 / fan-in."""
+    if not tensor.is_floating_point():
+        return tensor
+    noise = torch.rand(
+        tensor.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())), dtype=torch.float32
+    )
+    fresh = noise.add_(0.5) if tensor.ndim < 2 else noise.sub_(0.5).mul_((24 / tensor[0].numel()) ** 0.5)
+    return fresh.to(device=tensor.device, dtype=dtype or tensor.dtype)

@@ -1,0 +1,125 @@
+"""What is known so far while a model runs: shadows of tensors, running modules, attributes that count."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fairpruner.core.arrays import Ints
+from fairpruner.discovery.experts import ExpertLists
+from fairpruner.discovery.ids import Axis, Ids, Usage, as_ids
+from fairpruner.discovery.shadow import EMPTY, Algebra, Shadow, extent
+
+
+@dataclass(frozen=True, eq=False)
+class SizeAttribute:
+    """An attribute of a module that counts groups or heads, and the id of each thing it counts."""
+
+    module: str
+    attribute: str
+    ids: Ints  # [value of the attribute]
+
+
+class Recorder:
+    """Gives tensors their shadows; rules read and change it, one operation after the other."""
+
+    def __init__(self, model: nn.Module, experts: ExpertLists) -> None:
+        self.ids = Ids()
+        self.algebra = Algebra(self.ids)
+        self.size_attributes: list[SizeAttribute] = []
+        self.running: list[nn.Module] = []  # modules whose forward has begun, outermost first
+        self._experts = experts
+        self._names = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
+        self._parameters = {id(p) for p in model.parameters()}
+        self._modules = {id(m): name for name, m in model.named_modules()}
+        self._shadows: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._named: dict[int, Shadow] = {}  # of parameters and buffers
+
+    def shadow(self, tensor: Any) -> Shadow:
+        """The shadow of a tensor; a parameter gets its own when it is first met, a constant has none."""
+        if not isinstance(tensor, torch.Tensor):
+            return EMPTY
+        if tensor in self._shadows:
+            found: Shadow = self._shadows[tensor]
+            return found
+        return self.named_shadow(tensor) if id(tensor) in self._parameters else EMPTY
+
+    def put(self, tensor: torch.Tensor, shadow: Shadow) -> None:
+        """Give a tensor its shadow; experts are followed only while they lie along one dimension of a
+        weight.
+        """
+        if self._experts.axes:
+            kept = tuple(
+                idmap
+                for idmap in shadow.maps
+                if (shadow.weight and sum(extent(idmap)) == 1) or not self.ids.routed(as_ids(idmap))
+            )
+            shadow = Shadow(kept, shadow.weight)
+        self._shadows[tensor] = shadow
+
+    def named_shadow(self, tensor: torch.Tensor) -> Shadow:
+        """One id for every index of every dimension of a parameter or buffer.
+
+        Rules ask for a buffer's only where they know that it is a statistic; other buffers are constants.
+        """
+        if id(tensor) not in self._names:
+            return EMPTY
+        if id(tensor) not in self._named:
+            twins = self._experts.twins.get(id(tensor), (tensor,))
+            shadows = [self._new_shadow(twin) for twin in twins]
+            self._named |= {id(twin): shadow for twin, shadow in zip(twins, shadows, strict=True)}
+            for shadow in shadows[1:]:
+                for idmap, first in zip(shadow.maps, shadows[0].maps, strict=True):
+                    self.ids.unite(as_ids(idmap), as_ids(first))
+        return self._named[id(tensor)]
+
+    def _new_shadow(self, tensor: torch.Tensor) -> Shadow:
+        maps = []
+        for dim, size in enumerate(tensor.shape):
+            if size > 1:
+                axis = self.new_axis(self._names[id(tensor)], dim, size)
+                shape = [size if d == dim else 1 for d in range(tensor.ndim)]
+                maps.append(torch.from_numpy(axis.ids).view(shape).expand(tensor.shape))
+        return Shadow(tuple(maps), weight=True)
+
+    def new_axis(self, name: str, dim: int, size: int) -> Axis:
+        axis = self.ids.new_axis(name, dim, size)
+        if (name, dim) in self._experts.axes:
+            self.ids.mark(axis.ids, Usage.ROUTED)
+        return axis
+
+    def count(self, attribute: str, value: int, ids: Ints) -> None:
+        """Remember that the running module's attribute, if it has this value, counts these ids."""
+        for module in reversed(self.running[-2:]):  # a functional helper's caller is one above
+            if id(module) in self._modules and getattr(module, attribute, None) == value:
+                self.size_attributes.append(SizeAttribute(self._modules[id(module)], attribute, ids))
+                return
+
+    def finish_experts(self, model: nn.Module) -> dict[str, Axis]:
+        """Give experts that no token chose what their twins have; returns the axis of each list."""
+        lists = {name: self.new_axis(name, 0, len(listed)) for name, listed in self._experts.lists.items()}
+        routed = {name for name, _ in self._experts.axes}
+        for name, parameter in model.named_parameters():
+            if name in routed:
+                self.named_shadow(parameter)
+        axes: dict[str, list[Axis]] = {}
+        for axis in self.ids.axes:
+            axes.setdefault(axis.tensor, []).append(axis)
+        for twins in self._experts.groups_of_twins:
+            for same_place in zip(*(axes.get(self._names[id(p)], []) for p in twins), strict=True):
+                self.ids.share_usage(same_place)
+        return lists
+
+    def unmet(self, model: nn.Module) -> list[str]:
+        """The names of parameters that no operation has met."""
+        return [name for name, parameter in model.named_parameters() if id(parameter) not in self._named]
+
+
+def flat(idmap: torch.Tensor) -> Ints:
+    """The ids of a map as a flat array of their own."""
+    return np.ascontiguousarray(as_ids(idmap))
