@@ -27,6 +27,7 @@ from fairpruner.core.latency import LatencyTable, TimedOp
 from fairpruner.core.scores import Scores
 from fairpruner.core.spaces import Factor, Spaces, Term
 from fairpruner.demo import build
+from fairpruner.discovery.trace import trace
 from fairpruner.measuring import profiling
 
 
@@ -343,7 +344,7 @@ def test_a_table_predicts_cuts_it_has_never_seen() -> None:
 
 def work_of(net: nn.Module) -> list[int]:
     """MACs of every operation, in order."""
-    return [work.macs for work in profiling.trace(net, torch.rand(1, 1, 8, 8)).work]
+    return [cost.macs for cost in trace(net, torch.rand(1, 1, 8, 8)).costs]
 
 
 def test_a_real_table_of_a_small_net_says_how_it_was_made(tmp_path: Path) -> None:
