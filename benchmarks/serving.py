@@ -9,7 +9,7 @@ some transformers are, no fairpruner needed python benchmarks/serving.py --check
 
 Half of the experts go from the trained tiny Qwen2-MoE, and from models of other families with random
 weights and a rotary base that is not their family's usual one. Beside each folder lies what the cut model
-gives for a few texts: the 8 tokens that it writes, and all logits. Shown is the largest difference of a
+gives for a few texts: the 8 tokens that it writes, and all logits. Printable is the largest difference of a
 logit over the largest logit. For llama.cpp, first `python convert_hf_to_gguf.py FOLDER/NAME --outtype f32
 --outfile FOLDER/NAME.gguf` for the models to check. It refuses tokenizers that it does not know, and
 models without one: in a copy of it, before `model_instance = `, put `model_class.set_vocab = lambda self:

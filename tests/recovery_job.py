@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Dataset
 
 import fairpruner.core.tensor_files
@@ -93,12 +94,10 @@ def run(folder: Path | None, recipe: Recipe = RECIPE, workers: int = 0) -> dict[
     return {**best.state_dict(), "history": torch.tensor(numbers, dtype=torch.float64)}
 
 
-# What happens often enough in a run to choose a moment by its name and number: (module, name) of the
-# function
-# that does it.
+# Functions that a run calls often: a moment of a run is the name here and the number of the call.
 MOMENTS: dict[str, tuple[Any, str]] = {
     "step": (fairpruner.recovery.training, "training_loss"),
-    "average": (fairpruner.recovery.training, "_follow"),
+    "average": (AveragedModel, "update_parameters"),
     "validation": (fairpruner.recovery.training, "mean_loss"),
     "save": (fairpruner.recovery.training, "save_checkpoint"),
     "write": (fairpruner.core.tensor_files, "save_file"),

@@ -39,8 +39,8 @@ def test_bad_budgets_are_refused(amount: object) -> None:
         ({"keep": 0.5}, r"keep is 0.5, expected a budget: for example keep=Budget\('flops', 0.5\)"),
         ({"alpha": 0.1, "rule": "uniform"}, "found rule='uniform': give keep=Budget"),
         ({"alpha": 0.1, "rule": "uniformly"}, "Unknown rule 'uniformly': did you mean 'uniform'\\?"),
-        ({"alpha": 0.1, "multiple_of": 0}, "multiple_of is 0"),
-        ({"alpha": 0.1, "multiple_of": 2.0}, "multiple_of is 2.0"),
+        ({"alpha": 0.1, "multiple_of": 0}, "multiple_of=0"),
+        ({"alpha": 0.1, "multiple_of": 2.0}, "multiple_of=2.0"),
         ({"alpha": 0.1, "min_keep": 0}, "min_keep is 0"),
         ({"alpha": 0.1, "min_keep": 1.0}, "min_keep is 1.0"),
         ({"alpha": 0.1, "min_keep": True}, "min_keep is True"),
@@ -107,5 +107,5 @@ def test_unknown_metric_no_space_and_bad_seed_are_refused() -> None:
         sweep(SCORES, "flop", [0.5])  # type: ignore[arg-type]
     with pytest.raises(FairprunerError, match="no space"):
         allocate(random_scores([], seed=0), alpha=0.1)
-    with pytest.raises(FairprunerError, match="seed is -1"):
+    with pytest.raises(FairprunerError, match="seed=-1"):
         shuffled(allocate(SCORES, alpha=0.1), -1)

@@ -342,7 +342,7 @@ ONE_DISCOVERY = """
 import torch
 from moe_zoo import PlainMoE
 import fairpruner as fp
-from fairpruner.measuring.fresh import resident
+from fairpruner.measuring.memory_process import resident
 
 class Stream(torch.nn.Sequential):
     def forward(self, x):

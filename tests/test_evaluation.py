@@ -253,7 +253,7 @@ def test_files_are_found_and_read_in_every_form(tmp_path: Path) -> None:
             "mmlu_pro",
             "Item 2 of .* the answer is 'C' with index 1 of 4 options",
         ),
-        ([{**MMLU_PRO[0], "answer_index": 12}], "mmlu_pro", "Item 1 of .* makes no sense"),
+        ([{**MMLU_PRO[0], "answer_index": 12}], "mmlu_pro", "Item 1 of .* has no valid answer for mmlu_pro"),
     ],
 )
 def test_items_that_make_no_sense_are_refused(rows: Any, task: str, message: str, tmp_path: Path) -> None:
@@ -317,7 +317,7 @@ def test_a_tokenizer_without_settings_is_taken_at_its_word(tmp_path: Path) -> No
 def test_perplexity_refuses_what_it_cannot_count(tmp_path: Path) -> None:
     model = transformers.LlamaForCausalLM(tiny_config())
     with pytest.raises(
-        fp.FairprunerError, match="length is 4096, expected from 2 tokens to the 2048 positions"
+        fp.FairprunerError, match="length is 4096, expected at least 2 and at most the 2048 positions"
     ):
         perplexity(model, torch.arange(9), length=4096)
     with pytest.raises(fp.FairprunerError, match="The text has 1 tokens, expected at least 2"):

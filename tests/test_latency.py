@@ -28,7 +28,7 @@ from fairpruner.core.scores import Scores
 from fairpruner.core.spaces import Factor, Spaces, Term
 from fairpruner.demo import build
 from fairpruner.discovery.trace import trace
-from fairpruner.measuring import profiling
+from fairpruner.measuring import fitting, profiling
 
 
 def table_of(spaces: Spaces, *, multiple: int = 4, fixed: float = 0.25, uneven: float = 0.5) -> LatencyTable:
@@ -268,7 +268,7 @@ def test_a_table_and_a_timed_plan_survive_their_files(tmp_path: Path) -> None:
 def test_the_fit_of_an_operation_is_scipys_nonnegative_least_squares(seed: int, multiple: int) -> None:
     rng = np.random.default_rng(seed)
     lengths, sizes, times = rng.integers(1, 65, (2, 14)), np.array([64, 64]), rng.random(14)
-    op, misses = profiling._fit_op(Term(1, (0, 1)), lengths, sizes, multiple, times)
+    op, misses = fitting.fit_operation(Term(1, (0, 1)), lengths, sizes, multiple, times)
     padded = -(-lengths // multiple) * multiple / 64
     share, ragged = padded.prod(axis=0), (lengths % multiple > 0).any(axis=0)
     columns = np.stack([np.ones(14), share, share * ragged, *padded], axis=1)
@@ -295,7 +295,7 @@ def test_a_clear_multiple_is_found_and_an_unclear_one_is_not_believed() -> None:
         "",
     )
     each = np.stack([replace(truth, ops=(op,)).milliseconds(lengths) for op in truth.ops], axis=1)
-    ops, multiple = profiling._fitted(terms, lengths, sizes, each)
+    ops, multiple = fitting.fit_operations(terms, lengths, sizes, each)
     assert multiple == 16
     np.testing.assert_allclose(
         [(op.fixed, op.work, op.uneven, *op.widths) for op in ops], [(0.1, 5.0, 1.0, 0.3, 0.0)] * 2, atol=1e-6
@@ -303,7 +303,7 @@ def test_a_clear_multiple_is_found_and_an_unclear_one_is_not_believed() -> None:
     smooth = np.stack(
         [0.1 + lengths[list(t.factors)].prod(axis=0) / 256**2 for t in terms], axis=1
     ) + 0.01 * rng.random((14, 2))
-    assert profiling._fitted(terms, lengths, sizes, smooth)[1] == 1
+    assert fitting.fit_operations(terms, lengths, sizes, smooth)[1] == 1
 
 
 @pytest.fixture

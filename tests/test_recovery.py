@@ -33,8 +33,9 @@ import fairpruner as fp
 import fairpruner.recovery.training
 from fairpruner.inputs.batches import Batch
 from fairpruner.recovery import recover
+from fairpruner.recovery.averaging import ema_of
 from fairpruner.recovery.checkpoints import FILE
-from fairpruner.recovery.feeding import deal, steps_of
+from fairpruner.recovery.data import shard, steps_of
 from fairpruner.recovery.history import Epoch
 from fairpruner.recovery.recipe import SCHEDULES, Recipe, training_loss
 
@@ -99,6 +100,15 @@ def test_ema_is_the_running_average_of_the_weights() -> None:
     for name in average:
         torch.testing.assert_close(found[name], average[name])
     assert found["1.num_batches_tracked"] == 8
+
+
+def test_ema_copies_integer_buffers() -> None:
+    """torch averages integers too and truncates: with this decay, 280 of 1,000 constants would change."""
+    net = nn.Linear(1, 1)
+    net.register_buffer("index", torch.arange(1000))
+    average = ema_of(net, decay=0.9)
+    average.update_parameters(net)
+    assert torch.equal(average.module.index, net.index)
 
 
 def test_label_smoothing_is_torchs_own() -> None:
@@ -384,7 +394,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(
             KeyboardInterrupt,
             match=(
                 r"Stopped in epoch 2 of 2, 4 batches into it, and saved as .*checkpoint.safetensors: run the"
-                r" same again to go on from there\."
+                r" same again to resume\."
             ),
         ):
             run(tmp_path, recipe=recipe, workers=workers)
@@ -396,7 +406,7 @@ def test_ctrl_c_without_a_folder() -> None:
         signal.raise_signal(signal.SIGINT)
         return F.cross_entropy(output, label)
 
-    with pytest.raises(KeyboardInterrupt, match="nothing was saved, for no folder was given"):
+    with pytest.raises(KeyboardInterrupt, match="nothing was saved, because no folder was given"):
         recover(small_net(), some_data(), epochs=1, recipe=Recipe(loss=interrupting))
 
 
@@ -516,24 +526,24 @@ def test_two_processes_train_one_model(tmp_path: Path) -> None:
 def test_processes_that_would_train_each_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     recover(small_net(), some_data(), epochs=1)  # accelerate has settled on one process
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(fp.FairprunerError, match="2 processes were launched, and accelerate trains with 1"):
+    with pytest.raises(fp.FairprunerError, match="2 processes were launched, but accelerate joined 1"):
         recover(small_net(), some_data(), epochs=1)
 
 
-def test_data_is_dealt_in_turn() -> None:
+def test_processes_get_batches_in_turn() -> None:
     data = [1, 2, 3, 4, 5]
-    assert [list(deal(data, rank, 2, even=True)) for rank in (0, 1)] == [[1, 3], [2, 4]]
-    assert [list(deal(data, rank, 2, even=False)) for rank in (0, 1)] == [[1, 3, 5], [2, 4]]
-    assert [steps_of(deal(data, rank, 2, even=even)) for even in (True, False) for rank in (0, 1)] == [
+    assert [list(shard(data, rank, 2, even=True)) for rank in (0, 1)] == [[1, 3], [2, 4]]
+    assert [list(shard(data, rank, 2, even=False)) for rank in (0, 1)] == [[1, 3, 5], [2, 4]]
+    assert [steps_of(shard(data, rank, 2, even=even)) for even in (True, False) for rank in (0, 1)] == [
         2,
         2,
         3,
         2,
     ]
     loader = DataLoader(TensorDataset(torch.arange(10)), 2)
-    parts = [[x.tolist() for (x,) in deal(loader, rank, 2, even=False)] for rank in (0, 1)]
+    parts = [[x.tolist() for (x,) in shard(loader, rank, 2, even=False)] for rank in (0, 1)]
     assert parts == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7]]]
-    assert [len(list(deal(loader, rank, 2, even=True))) for rank in (0, 1)] == [3, 3]
+    assert [len(list(shard(loader, rank, 2, even=True))) for rank in (0, 1)] == [3, 3]
 
 
 def test_mixed_precision_leaves_a_plain_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -701,7 +711,7 @@ def test_less_data_than_the_checkpoint_has_seen(tmp_path: Path) -> None:
         recover(net, train, epochs=1, recipe=Recipe(loss=loss), folder=tmp_path)
     train.length = 2
     with pytest.raises(
-        fp.FairprunerError, match="ended after 2 batches, and the checkpoint was made after 4"
+        fp.FairprunerError, match="ended after 2 batches, but the checkpoint was made after 4"
     ):
         recover(net, train, epochs=1, recipe=Recipe(loss=loss), folder=tmp_path)
 

@@ -25,7 +25,7 @@ from fairpruner.core.budget import METRICS
 from fairpruner.core.spaces import CostModel, Factor, Spaces, Term, UnitSpace
 from fairpruner.reporting import Report, report
 from fairpruner.reporting.facts import costs_by_space
-from fairpruner.reporting.page import payload, render
+from fairpruner.reporting.page import payload, render_page
 from fairpruner.reporting.plots import (
     draw,
     plot_ablation,
@@ -176,7 +176,7 @@ def test_a_predicted_latency_appears_where_a_plan_has_one() -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), "fast", None, True])
 def test_measured_must_be_finite_numbers(value: object) -> None:
     with pytest.raises(
-        fp.FairprunerError, match=r"Measured 'accuracy' of 'cut' is .*, expected a finite number"
+        fp.FairprunerError, match=r"measured 'accuracy' of 'cut' is .*, expected a finite number"
     ):
         report(random_scores([4], seed=0), measured={"cut": {"accuracy": value}})  # type: ignore[dict-item]
 
@@ -189,10 +189,10 @@ def test_mistakes_get_one_sentence(tmp_path: Path) -> None:
         report(tmp_path / "nothing.safetensors")
     with pytest.raises(fp.FairprunerError, match=r"Cannot read .*plan\.json"):
         report(tmp_path)
-    with pytest.raises(fp.FairprunerError, match="holds a plan of its own"):
+    with pytest.raises(fp.FairprunerError, match="already holds a plan"):
         report(tmp_path, fp.allocate(scores, alpha=0.1))
     (tmp_path / "file").touch()
-    with pytest.raises(fp.FairprunerError, match="is no JSON file"):
+    with pytest.raises(fp.FairprunerError, match="is not a complete JSON file"):
         report(scores, measured=tmp_path / "file")
     (tmp_path / "list.json").write_text("[0.91]")
     with pytest.raises(fp.FairprunerError, match="expected numbers by model"):
@@ -209,7 +209,7 @@ def test_the_page_is_one_file_that_asks_for_nothing(tmp_path: Path) -> None:
     assert re.findall(r"""(?:src|href)=["'](?!data:|#)""", text) == []
     assert not re.search(r"@import|url\(|fetch\(|XMLHttpRequest", text)
     assert "<!--" not in text
-    assert text == render(report(random_scores([4, 5], seed=0), title="<b> & co"))
+    assert text == render_page(report(random_scores([4, 5], seed=0), title="<b> & co"))
 
 
 def test_the_page_holds_exact_rankings() -> None:

@@ -1,4 +1,4 @@
-"""The demo's own job: a small residual CNN, trained in seconds on scikit-learn's handwritten digits."""
+"""The demo: a small residual CNN, trained in seconds on scikit-learn's handwritten digits, then pruned."""
 
 from __future__ import annotations
 
@@ -29,19 +29,15 @@ from fairpruner.repair import repair
 from fairpruner.scoring.score import score
 from fairpruner.surgery import cut
 
-BUDGETS = (0.75, 0.25)  # other shares of the FLOPs, to show that they come for free
-DATA, WEIGHTS, SCORES, PRUNED = (
-    "digits.npz",
-    "net.safetensors",
-    "scores.safetensors",
-    "pruned",
-)  # what it leaves in its folder
+BUDGETS = (0.75, 0.25)  # other shares of the FLOPs, to show that more plans take milliseconds
+# What the demo writes to its folder.
+DATA, WEIGHTS, SCORES, PRUNED = "digits.npz", "net.safetensors", "scores.safetensors", "pruned"
 EPOCHS = 6
 REPAIR = "sequential"
 
 
 class Block(nn.Module):
-    """Two 3×3 convolutions beside a shortcut."""
+    """Two 3×3 convolutions with a shortcut."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -55,7 +51,7 @@ class Block(nn.Module):
 
 
 class DigitsNet(nn.Module):
-    """Two residual blocks, the second at half the resolution: [N, 1, 8, 8] → logits [N, 10]."""
+    """Two residual blocks, the second at half the resolution: [N, 1, 8, 8] -> logits [N, 10]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +71,7 @@ class DigitsNet(nn.Module):
 
 
 def build() -> nn.Module:
-    """The demo's network, untrained: `fairpruner.demo:build` names it.
+    """The demo's network, untrained; on the command line it is `fairpruner.demo:build`.
 
     >>> build()(torch.zeros(2, 1, 8, 8)).shape
     torch.Size([2, 10])
@@ -85,14 +81,14 @@ def build() -> nn.Module:
 
 @dataclass(frozen=True)
 class Digits:
-    """1,797 handwritten digits of 8×8 pixels in [0, 1]: the last 540 are for testing."""
+    """Handwritten digits of 8×8 pixels in [0, 1]."""
 
     x: torch.Tensor  # [N, 1, 8, 8]
     y: torch.Tensor  # [N]
 
     @staticmethod
     def load() -> tuple[Digits, Digits]:
-        """Training and test digits, shuffled once and for all."""
+        """Training and test digits: 1,257 and 540, always shuffled in the same way."""
         try:
             from sklearn.datasets import load_digits
         except ImportError as error:
@@ -106,13 +102,13 @@ class Digits:
         return Digits(x[:-540], y[:-540]), Digits(x[-540:], y[-540:])
 
     def batches(self, size: int = 64) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """In random order."""
+        """Batches of images [size, 1, 8, 8] and labels [size], in random order."""
         for chosen in torch.randperm(len(self.y)).split(size):
             yield self.x[chosen], self.y[chosen]
 
 
 def train(model: nn.Module, digits: Digits, epochs: int) -> None:
-    """Cross-entropy with AdamW and one learning-rate cycle."""
+    """Train with cross-entropy, AdamW and one learning-rate cycle."""
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
@@ -128,59 +124,66 @@ def train(model: nn.Module, digits: Digits, epochs: int) -> None:
 
 
 def accuracy(model: nn.Module, digits: Digits) -> float:
-    """The share of digits read correctly."""
+    """The share of digits that are classified correctly."""
     with torch.no_grad():
         return float((model(digits.x).argmax(1) == digits.y).double().mean())
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What the demo did: accuracies on the test digits, the plan for half the FLOPs, and other budgets of
-    the same scores.
-    """
+class DemoResult:
+    """Accuracies on the test digits, the plan for half the FLOPs, and plans for other budgets."""
 
     original: float
     cut: float
     repaired: float  # without training
-    recovered: float  # after one epoch of it
+    recovered: float  # after one epoch of training
     plan: Plan
     diagnosis: Diagnosis
     others: list[Plan]  # one for each of BUDGETS
-    seconds: float  # that all the other budgets took together
+    seconds: float  # to make all other plans
 
 
-def run(folder: Path, *, force: bool = False) -> Outcome:
-    """Train, score once, prune to half the FLOPs, and leave every file in `folder`; `force` replaces the
-    pruned model of an earlier run.
+def run(folder: Path, *, force: bool = False) -> DemoResult:
+    """Train, score once, prune to half the FLOPs, and write all files to `folder`.
+
+    `force` replaces the pruned model of an earlier run.
     """
     torch.manual_seed(0)
     digits, test = Digits.load()
     model = build()
-    _say(f"Training a small CNN on {len(digits.y):,} handwritten digits …")
+    _print_step(f"Training a small CNN on {len(digits.y):,} handwritten digits …")
     train(model, digits, EPOCHS)
     with written_whole(folder / DATA) as temporary, temporary.open("wb") as file:
         np.savez(file, x=digits.x.numpy(), y=digits.y.numpy(), fairpruner=np.array(mark(marks.DATA)))
     with written_whole(folder / WEIGHTS) as temporary:
         write_tensors(temporary, marks.WEIGHTS, {}, model.state_dict())
 
-    _say("Scoring it once …")
+    _print_step("Scoring it once …")
     batches = list(digits.batches())
     scores = score(model, batches, spaces=discover(model, digits.x[:1]))
     scores.save(folder / SCORES)
-    _say("Pruning it to half its FLOPs …")
+    _print_step("Pruning it to half its FLOPs …")
     plan = allocate(scores, keep=Budget("flops", 0.5))
     small = cut(model, plan)
-    _say("Repairing the cut without training, then training it for one epoch …")
+    _print_step("Repairing the cut without training, then training it for one epoch …")
     repaired = repair(small, model, plan, batches, method=REPAIR)
     recovered = recover(repaired, batches, epochs=1)
     save(recovered, plan, folder / PRUNED, build=f"{__name__}:build", force=force)
-    original, plain, mended, trained = (accuracy(net, test) for net in (model, small, repaired, recovered))
 
     start = perf_counter()
     others = sweep(scores, "flops", BUDGETS)
     seconds = perf_counter() - start
-    return Outcome(original, plain, mended, trained, plan, diagnose(scores, plan), others, seconds)
+    return DemoResult(
+        original=accuracy(model, test),
+        cut=accuracy(small, test),
+        repaired=accuracy(repaired, test),
+        recovered=accuracy(recovered, test),
+        plan=plan,
+        diagnosis=diagnose(scores, plan),
+        others=others,
+        seconds=seconds,
+    )
 
 
-def _say(step: str) -> None:
+def _print_step(step: str) -> None:
     print(step, file=sys.stderr, flush=True)

@@ -42,25 +42,25 @@ def another_model(opening: str, found: str, expected: str, step: str) -> Fairpru
     )
 
 
-def is_whole(value: object, at_least: int) -> bool:
+def is_whole_number(value: object, at_least: int) -> bool:
     """Whether a value is an integer, of Python or numpy, that is not below `at_least`; a bool is none.
 
-    >>> is_whole(3, at_least=1), is_whole(True, at_least=1), is_whole(2.0, at_least=1)
+    >>> is_whole_number(3, at_least=1), is_whole_number(True, at_least=1), is_whole_number(2.0, at_least=1)
     (True, False, False)
     """
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= at_least
 
 
-def check_whole(name: str, value: object, at_least: int = 1) -> None:
+def check_whole_number(name: str, value: object, at_least: int = 1) -> None:
     """Raise unless an argument is a whole number that is not below `at_least`.
 
-    >>> check_whole("epochs", 0)
+    >>> check_whole_number("epochs", 0)
     Traceback (most recent call last):
     ...
-    fairpruner.errors.FairprunerError: epochs is 0, expected a whole number of at least 1.
+    fairpruner.errors.FairprunerError: epochs=0, expected a whole number of at least 1.
     """
-    if not is_whole(value, at_least):
-        raise FairprunerError(f"{name} is {value!r}, expected a whole number of at least {at_least}.")
+    if not is_whole_number(value, at_least):
+        raise FairprunerError(f"{name}={value!r}, expected a whole number of at least {at_least}.")
 
 
 def import_extra(module: str, extra: str, what: str) -> ModuleType:
@@ -76,12 +76,3 @@ def import_extra(module: str, extra: str, what: str) -> ModuleType:
         raise FairprunerError(
             f"{what} needs {error.name}, which is not installed: pip install 'fairpruner[{extra}]'."
         ) from error
-
-
-def check_whole_number(name: str, value: object, least: int) -> None:
-    """Refuse an argument that is no whole number of at least `least`.
-
-    >>> check_whole_number("rounds", 2, 1)
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise FairprunerError(f"{name}={value!r}, expected a whole number of at least {least}.")

@@ -1,10 +1,11 @@
-"""What a terminal shows: tables, and the progress of a pass over data.
+"""Output on a terminal: tables, and progress bars.
 
-rich is imported where it is used: pruning from Python needs neither tables nor bars.
+rich is imported inside functions, because pruning from Python needs neither tables nor bars.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Shown:
-    """One result in both forms."""
+class Printable:
+    """One result in the two forms that a command can print."""
 
     table: RenderableType
     json: Mapping[str, Any]
@@ -28,7 +29,7 @@ class Shown:
 def table_of(
     title: str, columns: Sequence[str], rows: Iterable[Iterable[object]], notes: Iterable[str] = ()
 ) -> Group:
-    """A title, a table whose first column is to the left and the others to the right, and notes below."""
+    """A title, a table, and notes below it; all columns but the first are aligned to the right."""
     from rich.box import SIMPLE
     from rich.console import Group
     from rich.table import Table
@@ -41,14 +42,25 @@ def table_of(
     return Group(title, table, *notes)
 
 
+def stacked(*parts: RenderableType) -> Group:
+    """Several tables or lines, one below the other."""
+    from rich.console import Group
+
+    return Group(*parts)
+
+
 def amount(value: float) -> str:
-    """A count, or what may have decimals, such as milliseconds."""
+    """A count with thousands separators, or a measured number with four digits.
+
+    >>> amount(1200), amount(3.14159)
+    ('1,200', '3.142')
+    """
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
 @contextmanager
 def progress(title: str, data: Iterable[Any]) -> Iterator[Callable[[int], None]]:
-    """A bar with rate and time left; call the yielded function with the samples of each batch."""
+    """A bar for one pass over data; call the yielded function with the number of samples of each batch."""
     try:
         total: int | None = len(data)  # type: ignore[arg-type]
     except TypeError:
@@ -66,7 +78,10 @@ def progress(title: str, data: Iterable[Any]) -> Iterator[Callable[[int], None]]
 
 @contextmanager
 def batch_bar(total: int | None, *, quiet: bool = False) -> Iterator[Callable[[str, int, str], None]]:
-    """A bar on stderr, absent without terminal or rich; call what is yielded with title, batches and note."""
+    """A bar of batches on stderr; call the yielded function with a title, the batches done and a note.
+
+    Nothing is shown if stderr is not a terminal or rich is not installed.
+    """
     if quiet or not sys.stderr.isatty() or find_spec("rich") is None:
         yield lambda title, done, note: None
         return
@@ -83,3 +98,17 @@ def batch_bar(total: int | None, *, quiet: bool = False) -> Iterator[Callable[[s
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=total, note="")
         yield lambda title, done, note: bar.update(task, description=title, completed=done, note=note)
+
+
+@contextmanager
+def silenced(library: str) -> Iterator[None]:
+    """The loggers of a library print errors at most inside the block; afterwards they are as before."""
+    logger = logging.getLogger(library)
+    disabled, level = logger.disabled, logger.level
+    logger.disabled = True  # a library may set the level of its own logger again
+    logger.setLevel(logging.ERROR)  # for the loggers of its modules, which inherit the level
+    try:
+        yield
+    finally:
+        logger.disabled = disabled
+        logger.setLevel(level)

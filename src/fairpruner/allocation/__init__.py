@@ -17,7 +17,7 @@ from fairpruner.core.plan import Plan
 from fairpruner.core.scores import Scores
 from fairpruner.core.spaces import KINDS, Kind
 from fairpruner.core.tod import removal_order
-from fairpruner.errors import FairprunerError, check_whole
+from fairpruner.errors import FairprunerError, check_whole_number
 
 __all__ = ["RULES", "allocate", "shuffled", "sweep"]
 
@@ -105,7 +105,7 @@ def shuffled(plan: Plan, seed: int) -> Plan:
     >>> shuffled(plan, seed=0).depths, shuffled(plan, seed=0).rule
     ({'conv': 2}, 'tod+random')
     """
-    check_whole("seed", seed, at_least=0)
+    check_whole_number("seed", seed, at_least=0)
     rng = np.random.default_rng(seed)
     removed = {
         space.name: tuple(

@@ -10,7 +10,7 @@ import numpy as np
 from fairpruner.core.arrays import Ints
 from fairpruner.core.latency import LatencyTable
 from fairpruner.core.spaces import KINDS, UnitSpace
-from fairpruner.errors import FairprunerError, check_whole, is_whole, unknown
+from fairpruner.errors import FairprunerError, check_whole_number, is_whole_number, unknown
 
 MinKeep = float | Mapping[str, float]  # a count or share for every space, or one for each kind
 MultipleOf = int | Literal["auto"]
@@ -42,11 +42,11 @@ def multiple_from(multiple_of: MultipleOf, latency: LatencyTable | None) -> int:
 
 def check_constraints(multiple_of: int, min_keep: MinKeep) -> None:
     """Raise unless both constraints have values that a space can meet."""
-    check_whole("multiple_of", multiple_of)
+    check_whole_number("multiple_of", multiple_of)
     for kind, least in min_keep.items() if isinstance(min_keep, Mapping) else [(None, min_keep)]:
         if kind is not None and kind not in KINDS:
             raise unknown("kind", kind, KINDS)
-        if not is_whole(least, at_least=1) and not (isinstance(least, float) and 0 < least < 1):
+        if not is_whole_number(least, at_least=1) and not (isinstance(least, float) and 0 < least < 1):
             raise FairprunerError(
                 f"min_keep is {least!r}, expected a count of at least 1 or a share in (0, 1) of every space."
             )

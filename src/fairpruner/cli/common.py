@@ -25,7 +25,7 @@ from fairpruner.core.latency import LatencyTable
 from fairpruner.core.spaces import KINDS
 from fairpruner.errors import FairprunerError, FairprunerWarning
 from fairpruner.inputs.sources import PRETRAINED, is_zoo, load_model
-from fairpruner.terminal import Shown
+from fairpruner.terminal import Printable
 
 
 @contextmanager
@@ -216,7 +216,7 @@ def is_first() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def show(shown: Shown, as_json: bool) -> None:
+def show(shown: Printable, as_json: bool) -> None:
     """Print a result, as a table or for machines."""
     if as_json:
         print(json.dumps(shown.json, indent=2, allow_nan=False))

@@ -17,8 +17,8 @@ from fairpruner.cli.common import AsJson, BatchSize, Device, app, parse_names, s
 from fairpruner.errors import FairprunerError
 from fairpruner.evaluation import (
     TASKS,
-    Outcome,
     Perplexity,
+    TaskResult,
     check_text_unseen,
     evaluate,
     find_files,
@@ -26,9 +26,9 @@ from fairpruner.evaluation import (
     read_tokens,
 )
 from fairpruner.inputs.hugging_face import is_causal, is_source, place_of, tokenizer_of
-from fairpruner.terminal import Shown, table_of
+from fairpruner.terminal import Printable, table_of
 
-Results = dict[str, dict[str, Outcome | Perplexity]]  # model -> task or text -> result
+Results = dict[str, dict[str, TaskResult | Perplexity]]  # model -> task or text -> result
 
 
 @app.command(
@@ -104,7 +104,7 @@ def evaluate_models(
         for name in next(iter(results.values()))
     ]
     show(
-        Shown(
+        Printable(
             Group(*tables),
             {
                 "models": {
@@ -117,7 +117,7 @@ def evaluate_models(
     )
 
 
-def _table(name: str, found: Mapping[str, Outcome | Perplexity], alike: Sequence[str]) -> Group:
+def _table(name: str, found: Mapping[str, TaskResult | Perplexity], alike: Sequence[str]) -> Group:
     """One task, or perplexity, with a column for each model and one for the mean of those that are
     equally large.
     """

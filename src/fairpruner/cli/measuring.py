@@ -31,7 +31,7 @@ from fairpruner.core.scores import Scores
 from fairpruner.errors import FairprunerError
 from fairpruner.inputs.sources import example_for
 from fairpruner.measuring import RUNTIMES
-from fairpruner.terminal import Shown, table_of
+from fairpruner.terminal import Printable, table_of
 
 Shape = Annotated[
     str | None,
@@ -82,7 +82,7 @@ def measure(
         memory=memory,
         energy=energy,
     )
-    show(Shown(found, found.to_json()), as_json)
+    show(Printable(found, found.to_json()), as_json)
 
 
 @app.command(
@@ -140,7 +140,7 @@ def _example(source: str, net: nn.Module, shape: str | None, device: str) -> Any
     return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), example)
 
 
-def _shown(table: fp.LatencyTable, place: Path) -> Shown:
+def _shown(table: fp.LatencyTable, place: Path) -> Printable:
     rows = [
         (f"{measured:.3g}", f"{predicted:.3g}", f"{miss:+.1%}")
         for (measured, predicted), miss in zip(table.trials, table.misses, strict=True)
@@ -153,4 +153,4 @@ def _shown(table: fp.LatencyTable, place: Path) -> Shown:
         "setting": dict(table.setting),
         "trials": [list(trial) for trial in table.trials],
     }
-    return Shown(table_of(title, ("measured ms", "by the table", "miss"), rows, notes=[setting]), facts)
+    return Printable(table_of(title, ("measured ms", "by the table", "miss"), rows, notes=[setting]), facts)

@@ -48,7 +48,7 @@ from fairpruner.inputs.datasets import example_of
 from fairpruner.inputs.hugging_face import is_causal
 from fairpruner.inputs.sources import example_for, load_model
 from fairpruner.inputs.text import is_rows
-from fairpruner.terminal import Shown
+from fairpruner.terminal import Printable
 
 
 @app.command(epilog="Example: fairpruner discover torchvision:resnet18 --skip layer4")
@@ -223,7 +223,7 @@ def plan(
     diagnosis = fp.diagnose(loaded, chosen)
     chosen.save(output)
     show(
-        Shown(
+        Printable(
             diagnosis,
             {
                 "file": str(output),

@@ -13,7 +13,7 @@ from fairpruner.cli.outputs import check_output
 from fairpruner.core.marks import FIGURE, PAGE
 from fairpruner.core.scores import Scores
 from fairpruner.reporting.plots import FIGURES, draw
-from fairpruner.terminal import Shown
+from fairpruner.terminal import Printable
 
 
 @app.command(epilog="Example: fairpruner report scores.safetensors --plan plan.json -o report.html")
@@ -51,7 +51,7 @@ def report(
         title=title or source.name,
     )
     told.save_html(output)
-    show(Shown(told, {"file": str(output), **told.to_json()}), as_json)
+    show(Printable(told, {"file": str(output), **told.to_json()}), as_json)
 
 
 @app.command(epilog="Example: fairpruner plot tolerance scores.safetensors -o tolerance.svg")

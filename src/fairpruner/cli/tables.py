@@ -1,4 +1,4 @@
-"""What the commands print: each result once as a rich table and once as plain JSON values."""
+"""What the commands print: each result as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from fairpruner.core.costs import predict
 from fairpruner.core.plan import Plan, describe_plan, plan_facts
 from fairpruner.core.scores import Scores
 from fairpruner.core.spaces import Spaces
-from fairpruner.demo import BUDGETS, DATA, PRUNED, SCORES, WEIGHTS, Outcome
+from fairpruner.demo import BUDGETS, DATA, PRUNED, SCORES, WEIGHTS, DemoResult
 from fairpruner.recovery import Epoch
 from fairpruner.repair import Note
-from fairpruner.terminal import Shown, amount, table_of
+from fairpruner.terminal import Printable, amount, table_of
 
 
-def show_spaces(spaces: Spaces) -> Shown:
-    """What can be removed, and what was left out."""
+def show_spaces(spaces: Spaces) -> Printable:
+    """The spaces of a model, and the spaces that were left out."""
     costs = predict(spaces, {})
     items = [
         {
@@ -40,7 +40,7 @@ def show_spaces(spaces: Spaces) -> Shown:
         [item.values() for item in items],
         notes=[f"Left out {name}: {reason}" for name, reason in spaces.left_out.items()],
     )
-    return Shown(
+    return Printable(
         table,
         {
             "spaces": items,
@@ -51,10 +51,10 @@ def show_spaces(spaces: Spaces) -> Shown:
     )
 
 
-def show_history(history: Sequence[Epoch], place: str) -> Shown:
-    """What each epoch of recovery came to."""
+def show_history(history: Sequence[Epoch], place: str) -> Printable:
+    """The numbers of each epoch of recovery."""
     rows = [asdict(epoch) for epoch in history]
-    return Shown(
+    return Printable(
         table_of(
             f"{place}: recovered in {len(rows)} epochs",
             list(rows[0]) if rows else ["epoch"],
@@ -68,10 +68,8 @@ def _cell(value: object) -> object:
     return "–" if value is None else f"{value:.4g}" if isinstance(value, float) else value
 
 
-def show_scores(scores: Scores, place: str) -> Shown:
-    """What was scored, by which signals, and how well two disjoint halves of the data agree on the
-    ranking.
-    """
+def show_scores(scores: Scores, place: str) -> Printable:
+    """The scored spaces, the signals, and how well two disjoint halves of the data agree on the ranking."""
     headings = {signal: _heading(signal, scores) for signal in scores.halves}
     stability = {
         s.name: {
@@ -105,19 +103,19 @@ def show_scores(scores: Scores, place: str) -> Shown:
         "protection": list(scores.protections),
         "settings": dict(scores.settings),
     }
-    return Shown(table, {"file": place, **summary, "spaces": items})
+    return Printable(table, {"file": place, **summary, "spaces": items})
 
 
 def _heading(signal: str, scores: Scores) -> str:
-    """The column of a signal's stability; one that is another for each kind has too long a name."""
+    """The heading of a signal's stability; a signal that differs by kind has too long a name for a column."""
     return (
         "stability of"
         f" {signal if '=' not in signal else 'removal' if signal in scores.removals else 'protection'}"
     )
 
 
-def show_plan(plan: Plan, place: str, repairs: Sequence[Note] = ()) -> Shown:
-    """How much of each space and of each metric is kept, and what was repaired."""
+def show_plan(plan: Plan, place: str, repairs: Sequence[Note] = ()) -> Printable:
+    """The kept units of each space, the kept amount of each metric, and what was repaired."""
     outcomes = Counter((note.outcome, note.reason) for note in repairs)
     items = [
         {"name": s.name, "kind": s.kind, "size": s.size, "kept": s.size - plan.depths[s.name]}
@@ -136,11 +134,11 @@ def show_plan(plan: Plan, place: str, repairs: Sequence[Note] = ()) -> Shown:
         ],
     )
     repaired = {"repair": [asdict(note) for note in repairs]} if repairs else {}
-    return Shown(table, {"file": place, **plan_facts(plan), "spaces": items, **repaired})
+    return Printable(table, {"file": place, **plan_facts(plan), "spaces": items, **repaired})
 
 
-def show_sweep(plans: Sequence[Plan], amounts: Sequence[float | int], metric: str) -> Shown:
-    """One line per budget."""
+def show_sweep(plans: Sequence[Plan], amounts: Sequence[float | int], metric: str) -> Printable:
+    """One row per budget."""
     metrics = [m for m in plans[0].predicted if m in (*METRICS, "latency_ms")] if plans else METRICS
     table = table_of(
         f"Budgets of {metric}",
@@ -150,7 +148,7 @@ def show_sweep(plans: Sequence[Plan], amounts: Sequence[float | int], metric: st
             for asked, p in zip(amounts, plans, strict=True)
         ],
     )
-    return Shown(
+    return Printable(
         table,
         {
             "metric": metric,
@@ -161,44 +159,44 @@ def show_sweep(plans: Sequence[Plan], amounts: Sequence[float | int], metric: st
     )
 
 
-def show_demo(outcome: Outcome, place: str) -> Shown:
-    """The plan's table, the accuracies, other budgets, and how to go on."""
-    before, after = outcome.plan.original, outcome.plan.predicted
+def show_demo(result: DemoResult, place: str) -> Printable:
+    """The diagnosis of the plan, the accuracies, other budgets, and the next commands."""
+    before, after = result.plan.original, result.plan.predicted
     lines = [
         (
-            f"Accuracy on the test digits: {outcome.original:.1%} → {outcome.cut:.1%} when cut →"
-            f" {outcome.repaired:.1%} repaired without training → {outcome.recovered:.1%} after one epoch"
-            " of it"
+            f"Accuracy on the test digits: {result.original:.1%} → {result.cut:.1%} when cut →"
+            f" {result.repaired:.1%} repaired without training → {result.recovered:.1%} after one epoch"
+            " of training"
         ),
         (
             f"FLOPs (MACs): {before['flops']:,} → {after['flops']:,}; params: {before['params']:,} →"
             f" {after['params']:,}"
         ),
         "",
-        f"{len(outcome.others)} other budgets from the same scores took {1000 * outcome.seconds:.1f} ms:",
+        f"{len(result.others)} other budgets from the same scores took {1000 * result.seconds:.1f} ms:",
     ]
     follow = [
         (
-            f"Files are in {place}: {DATA}, {WEIGHTS}, {SCORES} and the pruned model in {place}/{PRUNED}. Go"
-            " on with"
+            f"The folder {place} now holds {DATA}, {WEIGHTS}, {SCORES} and the pruned model, {PRUNED}. Next,"
+            " try:"
         ),
         f"  fairpruner sweep {place}/{SCORES}",
         f"  fairpruner info {place}/{PRUNED}",
     ]
-    others = show_sweep(outcome.others, BUDGETS, "flops")
+    others = show_sweep(result.others, BUDGETS, "flops")
     content = {
         "folder": place,
         "accuracy": {
-            "original": outcome.original,
-            "cut": outcome.cut,
-            "repaired": outcome.repaired,
-            "recovered": outcome.recovered,
+            "original": result.original,
+            "cut": result.cut,
+            "repaired": result.repaired,
+            "recovered": result.recovered,
         },
-        "plan": {**plan_facts(outcome.plan), **outcome.diagnosis.to_json()},
+        "plan": {**plan_facts(result.plan), **result.diagnosis.to_json()},
         "sweep": others.json,
-        "sweep_seconds": outcome.seconds,
+        "sweep_seconds": result.seconds,
     }
-    return Shown(Group(outcome.diagnosis, *lines, others.table, *follow), content)
+    return Printable(Group(result.diagnosis, *lines, others.table, *follow), content)
 
 
 def _decimal(number: float | None, digits: int = 2) -> str:

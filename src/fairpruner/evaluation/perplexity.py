@@ -1,4 +1,4 @@
-"""Perplexity on any text, exactly defined: over consecutive windows that know nothing of each other."""
+"""Perplexity on any text, over consecutive and independent windows of tokens."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from fairpruner.models.calling import call, evaluating
 
 @dataclass(frozen=True)
 class Perplexity:
-    """exp of the mean negative log-likelihood over all predicted tokens."""
+    """exp of the mean negative log-likelihood of all predicted tokens."""
 
     value: float
-    tokens: int  # predicted: all but the first of each window
+    tokens: int  # predicted tokens: all but the first of each window
     windows: int
     length: int
 
@@ -31,9 +31,9 @@ class Perplexity:
 
 
 def read_tokens(path: str | Path, tokenizer: Any) -> Tensor:
-    """The whole text of a file as tokens, [T], with nothing added."""
+    """The text of a file as tokens, [T], without special tokens."""
     try:
-        text = Path(path).read_bytes().decode("utf-8")  # line ends stay what they are
+        text = Path(path).read_bytes().decode("utf-8")  # as bytes, so that line ends are not translated
     except (OSError, UnicodeDecodeError) as error:
         raise FairprunerError(f"Text {path} cannot be read: {error}.") from error
     return torch.tensor(
@@ -43,21 +43,20 @@ def read_tokens(path: str | Path, tokenizer: Any) -> Tensor:
 
 @torch.no_grad()
 def perplexity(model: nn.Module, tokens: Tensor, *, length: int = 512, batch_size: int = 8) -> Perplexity:
-    """exp(sum of -log p / number of predicted tokens) for tokens [T], cut into windows of `length`; the
-    last may be shorter.
+    """The perplexity of tokens [T], split into windows of `length` tokens; the last may be shorter.
 
-    Each window stands alone: its first token is given, every other one is predicted from those before it
-    in the window.
+    The model predicts every token of a window but the first, from the tokens before it in that window. The
+    perplexity is exp(sum of -log p / number of predicted tokens).
 
-    >>> class Even(nn.Module):
+    >>> class Uniform(nn.Module):
     ...     def forward(self, input_ids): return torch.zeros(*input_ids.shape, 10)
-    >>> print(perplexity(Even(), torch.arange(7), length=4))
+    >>> print(perplexity(Uniform(), torch.arange(7), length=4))
     perplexity 10.000 over 5 tokens in 2 windows of 4
     """
     limit = getattr(getattr(model, "config", None), "max_position_embeddings", None) or math.inf
     if not 2 <= length <= limit:
         raise FairprunerError(
-            f"length is {length}, expected from 2 tokens to the {limit} positions of the model."
+            f"length is {length}, expected at least 2 and at most the {limit} positions of the model."
         )
     windows = [window for window in tokens.split(length) if window.numel() > 1]
     if not windows:

@@ -1,11 +1,8 @@
-"""Tasks answered by a model through lm_eval: greedy generation, accuracy, and how many answers could be
-read at all.
-"""
+"""Running tasks with lm_eval: greedy generation, accuracy, and the share of answers that could be parsed."""
 
 from __future__ import annotations
 
 import importlib
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,22 +11,23 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from fairpruner.errors import FairprunerError, unknown
+from fairpruner.errors import FairprunerError, import_extra, unknown
 from fairpruner.evaluation.tasks import TASKS, Task
 from fairpruner.evaluation.unseen import check_unseen
 from fairpruner.inputs.datasets import choose
 from fairpruner.inputs.text import Row
 from fairpruner.models.calling import evaluating
+from fairpruner.terminal import silenced
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """How a model did on one task, as a whole or in one category; an answer that cannot be read is wrong."""
+class TaskResult:
+    """The result of a model on one task or category; an answer that cannot be parsed counts as wrong."""
 
     items: int
     accuracy: float
     parse_rate: float
-    categories: Mapping[str, Outcome] = field(default_factory=dict)
+    categories: Mapping[str, TaskResult] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -43,30 +41,28 @@ def evaluate(
     limit: int | None = None,
     batch_size: int = 8,
     calibration: str | Path | None = None,
-) -> dict[str, Outcome]:
-    """Ask a causal language model every item of the tasks' local files, {"wic": "wic_validation.jsonl"},
-    zero-shot and greedily.
+) -> dict[str, TaskResult]:
+    """Run tasks on a causal language model, zero-shot and with greedy generation.
 
-    `limit` items of each task, evenly over its categories or answers. A tokenizer's chat template is used
-    if it has one. With `calibration`, the file that the scores were made from, items that are in it are
-    refused.
+    `files` maps tasks to local files: {"wic": "wic_validation.jsonl"}. `limit` is the number of items per
+    task, drawn evenly from its categories or answers. The tokenizer's chat template is used if it has one.
+    `calibration` is the file that the scores were made from: an error is raised if it contains an item.
     """
     for name in files:
         if name not in TASKS:
             raise unknown("task", name, TASKS)
-    items = {name: _chosen(TASKS[name], TASKS[name].read(Path(path)), limit) for name, path in files.items()}
+    items = {name: _drawn(TASKS[name], TASKS[name].read(Path(path)), limit) for name, path in files.items()}
     if calibration is not None:
         for name, path in files.items():
             check_unseen(items[name], TASKS[name].texts, path, calibration)
-    outcomes = {}
+    results = {}
     for name, rows in items.items():
-        # [(right, readable)] of each row
         answers = _answers(model, tokenizer, TASKS[name], rows, batch_size)
-        outcomes[name] = _outcome(TASKS[name], rows, np.array(answers, dtype=bool))
-    return outcomes
+        results[name] = _result(TASKS[name], rows, np.array(answers, dtype=bool))
+    return results
 
 
-def _chosen(task: Task, rows: list[Row], limit: int | None) -> list[Row]:
+def _drawn(task: Task, rows: list[Row], limit: int | None) -> list[Row]:
     if limit is not None and limit < 1:
         raise FairprunerError(f"limit is {limit}, expected at least 1 item.")
     kinds = [(task.category or task.answer)(row) for row in rows]
@@ -74,27 +70,27 @@ def _chosen(task: Task, rows: list[Row], limit: int | None) -> list[Row]:
     return [rows[i] for i in np.sort(choose(labels.astype(np.int64), limit, seed=0))]
 
 
-def _outcome(task: Task, rows: Sequence[Row], answers: np.ndarray) -> Outcome:
-    """Totals of [n, 2] right and readable answers, and the same by category."""
+def _result(task: Task, rows: Sequence[Row], answers: np.ndarray) -> TaskResult:
+    """The result from answers [n, 2], (right, parsed) each, in total and by category."""
     kinds = np.array([task.category(row) for row in rows]) if task.category else np.array([])
     categories = {str(kind): _total(answers[kinds == kind]) for kind in np.unique(kinds)}
-    return Outcome(**{**asdict(_total(answers)), "categories": categories})
+    return TaskResult(**{**asdict(_total(answers)), "categories": categories})
 
 
-def _total(answers: np.ndarray) -> Outcome:
-    right, readable = answers.mean(axis=0)
-    return Outcome(len(answers), float(right), float(readable))
+def _total(answers: np.ndarray) -> TaskResult:
+    right, parsed = answers.mean(axis=0)
+    return TaskResult(len(answers), float(right), float(parsed))
 
 
 def _answers(
     model: nn.Module, tokenizer: Any, task: Task, rows: Sequence[Row], batch_size: int
 ) -> list[tuple[bool, bool]]:
-    """Whether each row was answered rightly, and whether the answer could be read."""
+    """(answered right, answer could be parsed) for each row."""
     harness = _harness()
 
     def judge(row: Row, written: Sequence[str]) -> dict[str, bool]:
         found = task.parse(written[0], row)
-        return {"right": found == task.answer(row), "readable": found is not None}
+        return {"right": found == task.answer(row), "parsed": found is not None}
 
     settings = {
         "task": task.name,
@@ -108,20 +104,16 @@ def _answers(
         "doc_to_target": task.answer,
         "process_results": judge,
         "metric_list": [
-            {"metric": name, "aggregation": "mean", "higher_is_better": True}
-            for name in ("right", "readable")
+            {"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("right", "parsed")
         ],
         "generation_kwargs": {"until": ["\n\n"], "do_sample": False, "max_gen_toks": task.new_tokens},
     }
-    with evaluating(model):
+    with evaluating(model), silenced("lm_eval"):
         asked = harness.models.huggingface.HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
-        manager = harness.tasks.TaskManager(
-            include_defaults=False
-        )  # it would look through thousands of tasks of its own
+        # Without its default tasks, because lm_eval would read thousands of files to find them.
+        manager = harness.tasks.TaskManager(include_defaults=False)
         tasks = manager.load([harness.api.task.ConfigurableTask(config=settings)])
-        # Not simple_evaluate, which seeds, looks for a git repository and collects facts about the
-        # machine
-        # for every call.
+        # Not simple_evaluate, which also sets seeds, looks for a git repository and inspects the machine.
         found = harness.evaluator.evaluate(
             asked,
             tasks,
@@ -129,17 +121,10 @@ def _answers(
             apply_chat_template=bool(getattr(tokenizer, "chat_template", None)),
         )
     samples = sorted(found["samples"][task.name], key=lambda sample: sample["doc_id"])
-    return [(sample["right"], sample["readable"]) for sample in samples]
+    return [(sample["right"], sample["parsed"]) for sample in samples]
 
 
 def _harness() -> Any:
-    try:
-        for name in ("models.huggingface", "api.task", "evaluator", "tasks"):
-            importlib.import_module(f"lm_eval.{name}")
-        harness = importlib.import_module("lm_eval")
-    except ModuleNotFoundError as error:
-        raise FairprunerError(
-            f"Tasks need a package that is not installed ({error.name}): pip install 'fairpruner[lm_eval]'."
-        ) from error
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    return harness
+    for name in ("models.huggingface", "api.task", "evaluator", "tasks"):
+        import_extra(f"lm_eval.{name}", "lm_eval", "Running tasks")
+    return import_extra("lm_eval", "lm_eval", "Running tasks")

@@ -1,8 +1,6 @@
-"""The paper's two tasks, zero-shot: how an item is asked, and how the answer is read out of what the
-model writes.
+"""The paper's two tasks, zero-shot: the prompt of an item, and how the answer is parsed from the output.
 
-The paper gives no prompt, so these are plain ones, written out in docs/moe.md. What cannot be read counts
-as wrong.
+The paper does not print its prompts. The prompts here are simple ones, listed in docs/moe.md.
 """
 
 from __future__ import annotations
@@ -20,22 +18,20 @@ LETTERS = "ABCDEFGHIJ"
 
 @dataclass(frozen=True)
 class Task:
-    """One task: its items are rows with these columns, evaluated on this split (calibration takes
-    another).
-    """
+    """One task: its items are the rows of a file with these columns."""
 
     name: str
-    split: str
+    split: str  # to evaluate on; calibration uses another
     columns: tuple[str, ...]
-    texts: tuple[str, ...]  # the columns that tell one item from another
+    texts: tuple[str, ...]  # the columns that identify an item
     prompt: Callable[[Row], str]
     answer: Callable[[Row], str]
-    parse: Callable[[str, Row], str | None]  # None: no answer can be read
+    parse: Callable[[str, Row], str | None]  # None if there is no answer
     category: Callable[[Row], str] | None = None
-    new_tokens: int = 32  # that the model may write
+    new_tokens: int = 32  # the most tokens that the model generates
 
     def read(self, path: Path) -> list[Row]:
-        """The items of a file, checked."""
+        """The items of a file; an error if one lacks a column or has an invalid answer."""
         rows = read_rows(path)
         for number, row in enumerate(rows, start=1):
             missing = [column for column in self.columns if column not in row]
@@ -48,7 +44,7 @@ class Task:
                 self.answer(row)
             except (ValueError, TypeError, IndexError) as error:
                 raise FairprunerError(
-                    f"Item {number} of {path} has an answer that makes no sense for {self.name}: {error}."
+                    f"Item {number} of {path} has no valid answer for {self.name}: {error}."
                 ) from error
         return rows
 
@@ -68,7 +64,7 @@ def _answer_wic(row: Row) -> str:
 
 
 def parse_yes_or_no(text: str, row: Row) -> str | None:
-    """The first "yes" or "no" that stands as a word.
+    """The first word that is "yes" or "no".
 
     >>> parse_yes_or_no(" No, they differ.", {})
     'no'
@@ -94,12 +90,12 @@ def _answer_mmlu_pro(row: Row) -> str:
     return letter
 
 
-# From the most to the least explicit: a bare letter elsewhere may be the word "A" or "I".
+# From the most to the least explicit. A bare letter elsewhere is no answer: it may be the word "A" or "I".
 LETTER_PATTERNS = (r"answer is:?\s*\(?([A-J])\b", r"^\W*([A-J])(?=\s*$|\s*[.):,\n])", r"\(([A-J])\)")
 
 
 def parse_letter(text: str, row: Row) -> str | None:
-    """The letter of an option: after "answer is", at the beginning, or in brackets.
+    """The letter of an option: after "answer is", at the start of the text, or in brackets.
 
     >>> row = {"options": ["x"] * 4}
     >>> parse_letter(" The answer is (C).", row), parse_letter("A question of taste", row)
@@ -138,8 +134,10 @@ TASKS: dict[str, Task] = {
 
 
 def find_files(tasks: Sequence[str], data: str | Path) -> dict[str, Path]:
-    """The file of every task: named outright in "wic=file,mmlu_pro=file", or NAME_SPLIT.* in a folder,
-    such as wic_validation.jsonl.
+    """The file of every task.
+
+    `data` is "wic=FILE,mmlu_pro=FILE", or a folder with files named TASK_SPLIT.*, such as
+    wic_validation.jsonl.
     """
     for name in tasks:
         if name not in TASKS:

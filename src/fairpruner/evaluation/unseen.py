@@ -1,4 +1,4 @@
-"""Calibration and evaluation apart: what was scored on is not evaluated on."""
+"""Checks that evaluation data was not used for calibration."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from pathlib import Path
 from fairpruner.errors import FairprunerError
 from fairpruner.inputs.text import Row, read_rows
 
-LONG = 80  # characters of a passage that is in two texts by no accident
+LONG = 80  # characters; a passage of this length is not in two texts by accident
 
 
 def check_unseen(
     rows: Sequence[Row], columns: Sequence[str], path: str | Path, calibration: str | Path
 ) -> None:
-    """Refuse items whose texts, those of `columns`, are together in one row of the calibration file, in
-    whatever columns.
+    """Raise if some row of the calibration file contains all texts of an item, in whatever columns.
+
+    The texts of an item are its values in `columns`.
     """
     seen = defaultdict(list)
     for row in read_rows(Path(calibration)):
@@ -35,7 +36,7 @@ def check_unseen(
 
 
 def check_text_unseen(path: str | Path, calibration: str | Path) -> None:
-    """Refuse a text that holds a long passage of the calibration file."""
+    """Raise if a text file contains a long passage of the calibration file."""
     text = Path(path).read_bytes().decode("utf-8")
     passages = [
         value

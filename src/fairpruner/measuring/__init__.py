@@ -1,4 +1,4 @@
-"""Measure: what a model costs for real, alone or beside the one it was cut from."""
+"""The measure stage: the real costs of a model, alone or compared with the model it was cut from."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from fairpruner.errors import FairprunerError, check_whole_number
+from fairpruner.errors import FairprunerError, check_whole_number, is_whole_number
 from fairpruner.measuring.energy import energy_of
 from fairpruner.measuring.generation import generates, prefill_and_decode
+from fairpruner.measuring.measurement import Measurement
 from fairpruner.measuring.memory import peak_gpu, peak_resident
 from fairpruner.measuring.profiling import latency_table
 from fairpruner.measuring.runtimes import RUNTIMES, check_runtime, prepared
-from fairpruner.measuring.timing import Run, batched, device_of, interleaved, machine, threads_of
-from fairpruner.measuring.values import Measurement, Quantity, Spread, Timing
+from fairpruner.measuring.timing import Inference, batched, device_of, interleaved, machine, threads_of
+from fairpruner.measuring.values import Quantity, Spread, Timing
 from fairpruner.models.calling import call_checked, evaluating
 from fairpruner.models.counting import count_flops, count_params
 
@@ -36,13 +36,13 @@ def measure(
     memory: bool = True,
     energy: str | None = None,
 ) -> Measurement:
-    """Params, FLOPs (MACs), bytes, latency and memory of a model, beside `against`, the one it was cut
-    from.
+    """Measure params, FLOPs (MACs), bytes, latency and memory of a model.
 
-    Both run in turn, so that a slow moment of the machine falls on both; a speed-up is the median of the
-    rounds' own quotients, with its quartiles. A language model is timed apart for reading a prompt and
-    for writing. `memory` starts a new process for each model; `energy` is the ISO code of a country,
-    "DEU", and needs CodeCarbon.
+    `against` is a second model, usually the one that `model` was cut from. The two then run in turn, so that
+    a slow moment of the machine affects both. The speed-up is the median, with quartiles, of the quotients of
+    each round. A causal language model is also timed for reading a prompt and for generating. `memory`
+    starts a new process for each model. `energy` is the ISO code of a country, such as "DEU", and needs
+    CodeCarbon.
 
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> found = measure(net, torch.zeros(1, 4), batch_sizes=[2], repeats=3, memory=False)
@@ -83,19 +83,15 @@ def _check(batch_sizes: Sequence[int], runtimes: Sequence[str], repeats: int) ->
         check_runtime(name)
     if isinstance(runtimes, str) or not runtimes:
         raise FairprunerError(f"runtimes is {runtimes!r}, expected a list of some of {', '.join(RUNTIMES)}.")
-    if (
-        isinstance(batch_sizes, int)
-        or not batch_sizes
-        or any(isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 1 for n in batch_sizes)
-    ):
+    if isinstance(batch_sizes, int) or not batch_sizes or not all(is_whole_number(n, 1) for n in batch_sizes):
         raise FairprunerError(
             f"batch_sizes is {batch_sizes!r}, expected whole numbers of at least 1, such as (1, 8)."
         )
-    check_whole_number("repeats", repeats, 1)
+    check_whole_number("repeats", repeats)
 
 
 class _as_used:
-    """A model in eval mode as its user would run it, with every fast path on; afterwards as it was."""
+    """A model in eval mode with the fast paths that its user has; afterwards it is as before."""
 
     def __init__(self, model: nn.Module) -> None:
         self._inside = evaluating(model)
@@ -118,7 +114,7 @@ def _counts(models: Sequence[nn.Module], sample: Any) -> Iterator[Quantity]:
 
 
 def stored_bytes(model: nn.Module) -> int:
-    """Bytes of the tensors of a model's file: parameters and lasting buffers, shared ones once."""
+    """Bytes of the tensors in a model's state dict; a shared tensor is counted once."""
     tensors = {tensor.data_ptr(): tensor for tensor in model.state_dict().values()}
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
@@ -128,7 +124,7 @@ def _memory(models: Sequence[nn.Module], example: Any, threads: int) -> list[Qua
         found = [peak_resident(model, example, threads) for model in models]
     except FairprunerError as error:
         return [Quantity("peak memory", "B", None, note=str(error))]
-    note = "the part of the peak that loading and running the model added to torch's own"
+    note = "the peak memory minus the memory of a process that has only imported torch"
     added = Quantity.of("model memory", "B", (f["peak"] - f["idle"] for f in found), note)
     return [Quantity.of("peak memory", "B", (f["peak"] for f in found)), added]
 
@@ -138,7 +134,7 @@ def _energy(models: Sequence[nn.Module], example: Any, threads: int, country: st
     note = (
         ""
         if all(f.counted for f in found)
-        else "an estimate from the processor's load and nominal power: the hardware offers no counter"
+        else "estimated from the processor's load and nominal power, because it has no energy counter"
     )
     return [
         Quantity.of("energy", "J", (f.joules for f in found), note),
@@ -156,7 +152,7 @@ def _timings(
 ) -> Iterator[Timing]:
     for runtime in runtimes:
         try:
-            runs: list[Run] = [prepared(runtime, model, example, threads) for model in models]
+            runs: list[Inference] = [prepared(runtime, model, example, threads) for model in models]
         except FairprunerError as error:
             yield Timing(runtime, "forward", size, None, note=str(error))
             continue

@@ -1,47 +1,49 @@
-"""Energy and CO2 of one call, by CodeCarbon, without a network."""
+"""Energy and CO2 of one call, measured by CodeCarbon; no network is used."""
 
 from __future__ import annotations
 
-import importlib
-import logging
 import time
 from dataclasses import dataclass
+from typing import Any
 
-from fairpruner.errors import FairprunerError
-from fairpruner.measuring.timing import Run
+from fairpruner.errors import FairprunerError, import_extra
+from fairpruner.measuring.timing import Inference
+from fairpruner.terminal import silenced
 
-SECONDS = 4.0  # of running, at least: counters tick about once a second
+SECONDS = 4.0  # of running, at least: hardware counters change about once a second
 COUNTERS = (
     "intel_rapl",
     "intel_power_gadget",
     "apple_powermetrics",
-)  # how CodeCarbon calls those of processors; all else is worked out
+)  # the modes in which CodeCarbon reads a counter of the processor; other modes are estimates
 
 
 @dataclass(frozen=True)
 class Energy:
-    """Of one call."""
+    """The energy and the CO2 of one call."""
 
     joules: float
     co2_milligrams: float
-    # by the hardware; else it is an estimate from the processor's load and its nominal power
-    counted: bool
+    counted: bool  # read from a hardware counter; otherwise an estimate from load and nominal power
 
 
-def energy_of(run: Run, country: str) -> Energy:
-    """Run for some seconds and divide what the machine used by the number of calls; `country` says how
-    its power is made.
+def energy_of(run: Inference, country: str) -> Energy:
+    """Call `run` for some seconds and divide the machine's energy by the number of calls.
+
+    `country` is an ISO code; it determines how much CO2 a joule causes.
     """
-    tracker = _tracker(country)
-    tracker.start()
-    calls, start = 0, time.perf_counter()
-    while time.perf_counter() - start < SECONDS:
-        run()
-        calls += 1
-    kilograms = tracker.stop()
+    with silenced("codecarbon"):  # it logs every run
+        tracker = _tracker(country)
+        tracker.start()
+        calls, start = 0, time.perf_counter()
+        while time.perf_counter() - start < SECONDS:
+            run()
+            calls += 1
+        kilograms = tracker.stop()
     if kilograms is None or not tracker.final_emissions_data:
         raise FairprunerError(
-            "CodeCarbon gave no number: another of its trackers may be running on this machine."
+            "CodeCarbon returned no measurement: another of its trackers may be running on this machine. Stop"
+            " it and measure again."
         )
     modes = [getattr(part, "_mode", None) for part in tracker._hardware if type(part).__name__ == "CPU"]
     joules = 3.6e6 * tracker.final_emissions_data.energy_consumed / calls
@@ -50,14 +52,8 @@ def energy_of(run: Run, country: str) -> Energy:
     )
 
 
-def _tracker(country: str):  # type: ignore[no-untyped-def]  # CodeCarbon is optional and has no types
-    try:
-        library = importlib.import_module("codecarbon")
-    except ModuleNotFoundError as error:
-        raise FairprunerError(
-            "Energy needs CodeCarbon, which is not installed: pip install 'fairpruner[energy]'."
-        ) from error
-    logging.getLogger("codecarbon").disabled = True  # it tells the story of every run
+def _tracker(country: str) -> Any:  # CodeCarbon has no types
+    library: Any = import_extra("codecarbon", "energy", "Energy")
     try:
         return library.OfflineEmissionsTracker(
             country_iso_code=country,

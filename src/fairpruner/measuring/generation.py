@@ -1,6 +1,4 @@
-"""A language model's two paces: reading the prompt (prefill) and writing one token after the other
-(decode).
-"""
+"""Latency of a language model: reading the prompt (prefill), and generating one token (decode)."""
 
 from __future__ import annotations
 
@@ -15,13 +13,11 @@ from torch import nn
 from fairpruner.core.arrays import Floats
 from fairpruner.measuring.timing import WARM_UP, Clock, device_of, finish
 
-TOKENS = 8  # written in each repeat
+TOKENS = 8  # generated in each repeat
 
 
 def generates(model: nn.Module, example: Any) -> bool:
-    """Whether a model takes token ids by name and writes text by `generate`, one token at a time from a
-    cache.
-    """
+    """Whether a model takes `input_ids` and generates tokens one at a time with a key-value cache."""
     config = getattr(model, "config", None)
     cached = getattr(config, "is_decoder", False) or getattr(config, "use_cache", False)
     return (
@@ -32,7 +28,7 @@ def generates(model: nn.Module, example: Any) -> bool:
 def prefill_and_decode(
     models: Sequence[nn.Module], prompt: Any, repeats: int, *, clock: Clock = time.perf_counter
 ) -> tuple[Floats, Floats]:
-    """Milliseconds to read the prompt, and for each token after it, [M, repeats] both; models take turns."""
+    """Milliseconds to read the prompt and per generated token, [M, repeats] each; models run in turn."""
     tokens = {name: value for name, value in prompt.items() if name in ("input_ids", "attention_mask")}
     times = np.zeros((2, len(models), repeats + WARM_UP))
     for number in range(repeats + WARM_UP):

@@ -1,4 +1,4 @@
-"""Peak memory: of a fresh process that does nothing but load and run the model, and of a GPU."""
+"""Peak memory: of a new process that only loads and runs the model, and of a GPU."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ from fairpruner.models.calling import call_directly, copied, tensors_of
 
 
 class _Tensors(nn.Module):
-    """A model that gives the tensors of its output alone: a process with torch only knows no other
-    library's classes.
-    """
+    """A model whose output is a tuple of tensors: the new process cannot import other output classes."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -34,19 +32,19 @@ class _Tensors(nn.Module):
 
 
 def peak_resident(model: nn.Module, example: Any, threads: int) -> dict[str, int]:
-    """Bytes of resident memory of a new process: `idle` with torch alone, and the `peak` when it has
-    loaded and run the model.
+    """Resident bytes of a new process: `idle` with torch imported, `peak` after running the model.
 
-    The model travels as a file of `torch.export`: graph as JSON, weights as they are, no code and no
-    pickle of ours.
+    The model is passed as a file of `torch.export`, which needs neither its code nor a pickle.
     """
     if not Path("/proc/self/status").exists():
-        raise FairprunerError("Peak resident memory is read from /proc, which this system does not have.")
+        raise FairprunerError(
+            "Peak memory is read from /proc, which is not on this system: give memory=False."
+        )
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.pt2"
         try:
             with warnings.catch_warnings(), torch.no_grad():
-                warnings.simplefilter("ignore")  # the exporter warns about its own future
+                warnings.simplefilter("ignore")  # the exporter prints deprecation warnings about itself
                 torch.export.save(
                     exported(
                         _Tensors(model),
@@ -54,7 +52,7 @@ def peak_resident(model: nn.Module, example: Any, threads: int) -> dict[str, int
                     ),
                     path,
                 )
-        except Exception as error:  # it fails in as many ways as there are models
+        except Exception as error:  # the exporter raises exceptions of many classes
             raise FairprunerError(
                 f"torch.export cannot export {type(model).__name__}:"
                 f" {(str(error).strip().splitlines() or [''])[0]}"
@@ -63,14 +61,14 @@ def peak_resident(model: nn.Module, example: Any, threads: int) -> dict[str, int
             sys.executable,
             "-W",
             "ignore",
-            str(Path(__file__).with_name("fresh.py")),
+            str(Path(__file__).with_name("memory_process.py")),
             str(path),
             str(threads),
         ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise FairprunerError(
-            "The process that was to measure memory failed:"
+            "The process that measures memory failed:"
             f" {(done.stderr.strip().splitlines() or ['no message'])[-1]}"
         )
     found: dict[str, int] = json.loads(done.stdout)
@@ -78,7 +76,7 @@ def peak_resident(model: nn.Module, example: Any, threads: int) -> dict[str, int
 
 
 def peak_gpu(model: nn.Module, example: Any) -> int:
-    """Bytes that torch allocated at most on the example's GPU, the weights among them."""
+    """The most bytes that torch allocated on the example's GPU, weights included."""
     device, own = device_of(example), copied(example)
     torch.cuda.reset_peak_memory_stats(device)
     with torch.no_grad():

@@ -1,12 +1,11 @@
-"""Making a latency table: cut the model to a few widths, time the whole and every operation, and fit."""
+"""Making a latency table: cut the model to several widths, time every operation, and fit."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -17,26 +16,24 @@ from torch.utils.flop_counter import flop_registry
 
 from fairpruner.core.arrays import Floats, Ints
 from fairpruner.core.costs import Lengths
-from fairpruner.core.latency import LatencyTable, TimedOp, padded_to
-from fairpruner.core.spaces import Spaces, Term
+from fairpruner.core.latency import LatencyTable
+from fairpruner.core.spaces import Spaces
 from fairpruner.core.tod import removal_order
 from fairpruner.discovery import operation_costs
 from fairpruner.errors import FairprunerError, check_whole_number
+from fairpruner.measuring.fitting import fit_operations
 from fairpruner.measuring.runtimes import check_runtime, prepared
 from fairpruner.measuring.timing import batched, device_of, finish, machine, settle_memory, threads_of, timed
 from fairpruner.models.calling import call_checked, call_directly, evaluating
 from fairpruner.models.fingerprint import check_same_model
 from fairpruner.models.narrowing import cut_units
 
-SHARES = (1.0, 0.9, 0.75, 0.6, 0.45, 0.3)  # of every space's units
-MULTIPLES = (1, 8, 16, 32)  # that are tried
-BY_CHANCE = (1, 1, 8, 8, 16, 16, 32, 32)  # models whose spaces keep shares by chance, in these multiples
-# a multiple is believed if it leaves less than this of the misses, on average over operations, that
-# widths
-# taken as they are leave
-CLEARLY = 0.75
+# The trials: models in which every space keeps the same share of its units, then models in which each space
+# keeps a random share, rounded to a multiple.
+SHARES = (1.0, 0.9, 0.75, 0.6, 0.45, 0.3)
+RANDOM_TRIAL_MULTIPLES = (1, 1, 8, 8, 16, 16, 32, 32)
 
-Progress = Callable[[int, int], None]  # rounds done, of how many
+Progress = Callable[[int, int], None]  # (rounds done, rounds in all)
 
 
 def latency_table(
@@ -50,11 +47,11 @@ def latency_table(
     repeats: int = 10,
     progress: Progress | None = None,
 ) -> LatencyTable:
-    """Measure, once on this machine, how long every operation of a model takes at any widths: budgets of
-    latency need nothing else.
+    """Measure once how long every operation of a model takes at any width, on this machine.
 
-    About a dozen cut models run in turn, `repeats` times, as a whole in the `runtime` and operation by
-    operation in torch; `progress` is called with the rounds done and their number.
+    `allocate` can then plan any latency budget without the model. Fourteen cut versions of the model run in
+    turn, `repeats` times each: as a whole in the `runtime`, and operation by operation in torch. `progress`
+    is called with the rounds done and the rounds in all.
 
     >>> net = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 8))
     >>> import fairpruner as fp
@@ -77,14 +74,16 @@ def latency_table(
     if parts.shape[1] != len(terms):
         raise FairprunerError(
             f"{type(model).__name__} ran {parts.shape[1]} operations when it was timed and {len(terms)} when"
-            " it was traced: what it does depends on its input, so its latency cannot be put together from"
-            " operations."
+            " it was traced. Its operations depend on its input, so no latency table can be made: measure"
+            " cut models with fp.measure instead."
         )
-    parts *= (whole / parts.sum(axis=1))[:, None]  # looking at operations slows them down
+    # Timing single operations slows them down, so their sum is scaled to the time of the whole model.
+    parts *= (whole / parts.sum(axis=1))[:, None]
     lengths = Lengths(factors, spaces, orders).kept(depths)  # [F, T]
-    # All but the whole model: its largest tensors may take the memory another way, and it needs no
-    # prediction.
-    ops, multiple = _fitted(terms, lengths[:, 1:], np.array([factor.size for factor in factors]), parts[1:])
+    sizes = np.array([factor.size for factor in factors])
+    # The full model is left out of the fit. Its largest tensors may be allocated in another way, which costs
+    # extra, and its latency is measured, not predicted.
+    ops, multiple = fit_operations(terms, lengths[:, 1:], sizes, parts[1:])
     setting = {
         "batch_size": batch_size,
         "threads": used,
@@ -103,20 +102,21 @@ def _check(model: nn.Module, spaces: Spaces, batch_size: int, runtime: str, repe
     check_same_model(
         model, spaces.fingerprint, "The spaces belong", step="Discover this model, or give the original one."
     )
-    for name, value in {"batch_size": batch_size, "repeats": repeats}.items():
-        check_whole_number(name, value, 1)
+    check_whole_number("batch_size", batch_size)
+    check_whole_number("repeats", repeats)
 
 
 def _trials(spaces: Spaces) -> tuple[list[Ints], Ints]:
-    """Orders of units by chance, and the depth of every space in every trial, [S, T]; the first trial is
-    the whole model.
+    """A random removal order per space, [J] each, and the depth of every space in every trial, [S, T].
+
+    The first trial is the full model.
     """
     rng = np.random.default_rng(0)
     orders = [removal_order(rng.random(space.size), space.groups) for space in spaces]
     sizes, least = (np.array([getattr(space, name) for space in spaces]) for name in ("size", "min_keep"))
     groups = np.array([space.groups for space in spaces])
     wanted = [(np.full(sizes.size, share), 1) for share in SHARES] + [
-        (rng.uniform(0.25, 1.0, sizes.size), multiple) for multiple in BY_CHANCE
+        (rng.uniform(0.25, 1.0, sizes.size), multiple) for multiple in RANDOM_TRIAL_MULTIPLES
     ]
     columns = []
     for share, multiple in wanted:
@@ -133,7 +133,7 @@ def _removed(spaces: Spaces, orders: Sequence[Ints], depths: Ints) -> dict[str, 
 
 
 class _Marks(TorchDispatchMode):
-    """Notes when each operation begins that multiplies and adds."""
+    """Records when each operation that multiplies and adds begins."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -147,7 +147,7 @@ class _Marks(TorchDispatchMode):
 
 
 def _profiled(model: nn.Module, example: Any) -> Floats:
-    """Milliseconds from each operation to the next, [O]; what comes before the first belongs to it."""
+    """Milliseconds from each operation to the next, [O]; the time before the first one counts to it."""
     device = device_of(example)
     start = time.perf_counter()
     with _Marks(device) as marks:
@@ -159,7 +159,7 @@ def _profiled(model: nn.Module, example: Any) -> Floats:
 def _times(
     models: Sequence[nn.Module], example: Any, threads: int, how: tuple[str, int], progress: Progress
 ) -> tuple[Floats, Floats]:
-    """Median milliseconds of every model as a whole [T], and of its operations [T, O]."""
+    """Typical milliseconds of every model [T], and of its operations [T, O]."""
     runtime, repeats = how
     with ExitStack() as stack:
         for model in models:
@@ -174,65 +174,16 @@ def _times(
                 [(timed(run), _profiled(model, example)) for run, model in zip(runs, models, strict=True)]
             )
             progress(done, repeats)
-    whole, parts = (
-        np.array([[pair[part] for pair in round] for round in rounds[1:]]) for part in (0, 1)
-    )  # the first was to warm up
+    # The first round was a warm-up.
+    whole, parts = (np.array([[pair[part] for pair in round] for round in rounds[1:]]) for part in (0, 1))
     return _typical(whole), _typical(parts)
 
 
 def _typical(times: Floats) -> Floats:
-    """The median over rounds, [R, T, …] -> [T, …], once rounds in which the machine was faster or slower
-    for all are brought to one pace.
+    """The median over rounds, [R, T, …] -> [T, …], after scaling every round to the same total time.
+
+    The scaling removes moments in which the machine was slower or faster for all models.
     """
     pace = times.reshape(len(times), -1).sum(axis=1)
     typical: Floats = np.median(times * (np.median(pace) / pace).reshape(-1, *[1] * (times.ndim - 1)), axis=0)
     return typical
-
-
-def _fitted(
-    terms: Sequence[Term], lengths: Ints, sizes: Ints, times: Floats
-) -> tuple[tuple[TimedOp, ...], int]:
-    """Each operation's parts, by least squares over the trials, and the multiple of widths that explains
-    the times best.
-    """
-    misses, fits = {}, {}
-    for multiple in MULTIPLES:
-        found = [_fit_op(term, lengths, sizes, multiple, times[:, o]) for o, term in enumerate(terms)]
-        fits[multiple], misses[multiple] = tuple(op for op, _ in found), sum(miss for _, miss in found)
-    best = min(MULTIPLES, key=lambda multiple: misses[multiple])
-    multiple = best if misses[best] < CLEARLY * misses[1] else 1
-    return fits[multiple], multiple
-
-
-def _fit_op(term: Term, lengths: Ints, sizes: Ints, multiple: int, times: Floats) -> tuple[TimedOp, float]:
-    """The parts that fit best by least squares and are not negative, and their misses as a share of the
-    time; of so few parts every choice can be tried.
-    """
-    axes = list(term.factors)
-    # [A, T], [A]
-    padded, whole = (padded_to(multiple, values) for values in (lengths[axes], sizes[axes]))
-    share = padded.prod(axis=0) / whole.prod()  # [T]
-    ragged = (lengths[axes] % multiple != 0).any(axis=0)
-    columns = np.stack(
-        [np.ones_like(share), share, share * ragged, *(padded / whole[:, None])], axis=1
-    )  # [T, 3 + A]
-    best, least = np.zeros(columns.shape[1]), float(times @ times)
-    for chosen in _choices(columns.shape[1]):
-        parts = np.zeros(columns.shape[1])
-        parts[chosen] = np.linalg.lstsq(columns[:, chosen], times, rcond=None)[0]
-        left = float(((columns @ parts - times) ** 2).sum())
-        if parts.min() >= 0 and left < least:
-            best, least = parts, left
-    fixed, work, uneven, *widths = best.tolist()
-    return TimedOp(tuple(axes), fixed, work, uneven, tuple(widths)), float(
-        np.abs(columns @ best - times).sum() / times.sum()
-    )
-
-
-def _choices(count: int) -> Iterator[list[int]]:
-    """All ways to take some of so many things."""
-    return (
-        [i for i, taken in enumerate(which) if taken]
-        for which in product((False, True), repeat=count)
-        if any(which)
-    )

@@ -1,6 +1,4 @@
-"""Where a model can run: each runtime turns a model and an example into a call without arguments. To add
-one, add an entry.
-"""
+"""Runtimes: each prepares a model and an example into a call without arguments. To add one, add an entry."""
 
 from __future__ import annotations
 
@@ -13,13 +11,13 @@ import torch
 from torch import nn
 
 from fairpruner.errors import FairprunerError, unknown
-from fairpruner.measuring.timing import Run, device_of, finish
+from fairpruner.measuring.timing import Inference, device_of, finish
 from fairpruner.models.calling import call_directly, copied, tensors_of
 
-Prepare = Callable[[nn.Module, Any, int], Run]  # model in eval mode, example, threads
+Prepare = Callable[[nn.Module, Any, int], Inference]  # (model in eval mode, example, threads)
 
 
-def _eager(model: nn.Module, example: Any, threads: int) -> Run:
+def _eager(model: nn.Module, example: Any, threads: int) -> Inference:
     device, own = device_of(example), copied(example)
 
     def run() -> Any:
@@ -30,16 +28,16 @@ def _eager(model: nn.Module, example: Any, threads: int) -> Run:
     return run
 
 
-def _compile(model: nn.Module, example: Any, threads: int) -> Run:
-    torch.compiler.reset()  # else the third width of one class of models counts as a dynamic shape
+def _compile(model: nn.Module, example: Any, threads: int) -> Inference:
+    torch.compiler.reset()  # otherwise torch.compile treats the third width of one class as a dynamic shape
     run = _eager(torch.compile(model), example, threads)  # type: ignore[arg-type]
     run()
     return run
 
 
-def _onnxruntime(model: nn.Module, example: Any, threads: int) -> Run:
+def _onnxruntime(model: nn.Module, example: Any, threads: int) -> Inference:
     library = importlib.import_module("onnxruntime")
-    importlib.import_module("onnxscript")  # the exporter needs it, and would tell so less plainly
+    importlib.import_module("onnxscript")  # the exporter needs it; imported here for a clear error
     program = torch.onnx.export(model, **_arguments(example), dynamo=True, verbose=False)
     options = library.SessionOptions()
     options.intra_op_num_threads = threads
@@ -53,14 +51,14 @@ def _onnxruntime(model: nn.Module, example: Any, threads: int) -> Run:
     return lambda: session.run(None, inputs)
 
 
-def _openvino(model: nn.Module, example: Any, threads: int) -> Run:
+def _openvino(model: nn.Module, example: Any, threads: int) -> Inference:
     library = importlib.import_module("openvino")
     converted = library.convert_model(exported(model, example))
     options = {
         "INFERENCE_NUM_THREADS": threads,
         "PERFORMANCE_HINT": "LATENCY",
-        "INFERENCE_PRECISION_HINT": "f32",
-    }  # it would take bfloat16 by itself
+        "INFERENCE_PRECISION_HINT": "f32",  # the default is bfloat16 on processors that have it
+    }
     compiled = library.Core().compile_model(converted, "CPU", options)
     inputs = [tensor.numpy() for tensor in tensors_of(example)]
     return lambda: list(compiled(inputs).values())
@@ -80,17 +78,17 @@ def check_runtime(name: str) -> None:
         raise unknown("runtime", name, RUNTIMES)
 
 
-def prepared(runtime: str, model: nn.Module, example: Any, threads: int) -> Run:
-    """The call to time; a runtime that is missing or cannot take the model says so in one sentence."""
+def prepared(runtime: str, model: nn.Module, example: Any, threads: int) -> Inference:
+    """The call to time; a FairprunerError if the runtime is not installed or cannot run the model."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # exporters warn about their own future
+            warnings.simplefilter("ignore")  # exporters print deprecation warnings about themselves
             return RUNTIMES[runtime](model, example, threads)
     except ModuleNotFoundError as error:
         raise FairprunerError(
             f"{runtime} needs a package that is not installed: pip install {error.name}."
         ) from error
-    except Exception as error:  # exporters and compilers fail in many ways
+    except Exception as error:  # exporters and compilers raise exceptions of many classes
         lines = str(error).strip().splitlines() or [""]
         raise FairprunerError(
             f"{runtime} cannot run {type(model).__name__}: {type(error).__name__}: {lines[0]}"
@@ -98,7 +96,7 @@ def prepared(runtime: str, model: nn.Module, example: Any, threads: int) -> Run:
 
 
 def exported(model: nn.Module, example: Any) -> torch.export.ExportedProgram:
-    """The model as `torch.export` sees it when called with the example."""
+    """The program that `torch.export` makes of the model, called with the example."""
     arguments = _arguments(example)
     return torch.export.export(model, arguments["args"], arguments["kwargs"])
 

@@ -1,13 +1,15 @@
-"""A measurement in the terminal."""
+"""A measurement as tables on the terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Group
+from fairpruner.measuring.values import Quantity, Timing
+from fairpruner.terminal import stacked, table_of
 
-from fairpruner.measuring.values import Measurement, Quantity, Timing
-from fairpruner.terminal import table_of
+if TYPE_CHECKING:
+    from rich.console import Group
 
 
 def _bytes(value: float) -> str:
@@ -18,42 +20,42 @@ def _bytes(value: float) -> str:
     return f"{value:.4g} GB"
 
 
-SHOWN: dict[str, Callable[[float], str]] = {"": lambda value: f"{value:,.0f}", "B": _bytes}
+# unit -> how a value in this unit is printed
+FORMATS: dict[str, Callable[[float], str]] = {"": lambda value: f"{value:,.0f}", "B": _bytes}
 
 
-def render(measurement: Measurement) -> Group:
-    """Counts and sizes, then times: each with what it is compared with, where that was asked for."""
-    compared = measurement.compared
+def render(
+    quantities: Sequence[Quantity], timings: Sequence[Timing], setting: Mapping[str, Any], *, compared: bool
+) -> Group:
+    """A table of counts and sizes, then a table of times; `compared` adds the columns of a second model."""
     columns = ("original", "pruned", "kept") if compared else ("model",)
-    rows = [(q.name, *_quantity(q, compared)) for q in measurement.quantities]
-    notes = [f"{q.name}: {q.note}" for q in measurement.quantities if q.note]
-    setting = ", ".join(f"{name} {value}" for name, value in measurement.setting.items())
+    rows = [(q.name, *_quantity(q, compared)) for q in quantities]
+    notes = [f"{q.name}: {q.note}" for q in quantities if q.note]
     parts = [table_of("Measured", ("", *columns), rows, notes=notes)]
-    if measurement.timings:
-        heads = (
-            "runtime",
-            "what",
-            "batch",
-            *(("original ms", "pruned ms", "times faster") if compared else ("ms",)),
-        )
-        timed = [(t.runtime, t.what, t.batch_size, *_timing(t, compared)) for t in measurement.timings]
-        failed = dict.fromkeys(t.note for t in measurement.timings if t.note)
-        parts.append(table_of("Latency: median (quartiles)", heads, timed, notes=[*failed, setting]))
-    return Group(*parts)
+    if timings:
+        times = ("original ms", "pruned ms", "times faster") if compared else ("ms",)
+        timed = [(t.runtime, t.what, t.batch_size, *_timing(t, compared)) for t in timings]
+        failures = dict.fromkeys(t.note for t in timings if t.note)
+        how = ", ".join(f"{name} {value}" for name, value in setting.items())
+        heads = ("runtime", "what", "batch", *times)
+        parts.append(table_of("Latency: median (quartiles)", heads, timed, notes=[*failures, how]))
+    return stacked(*parts)
 
 
-def _quantity(q: Quantity, compared: bool) -> tuple[str, ...]:
-    def shown(value: float | None) -> str:
+def _quantity(quantity: Quantity, compared: bool) -> tuple[str, ...]:
+    def text(value: float | None) -> str:
         if value is None:
             return "–"
-        return SHOWN[q.unit](value) if q.unit in SHOWN else f"{value:.3g} {q.unit}"
+        known = FORMATS.get(quantity.unit)
+        return known(value) if known else f"{value:.3g} {quantity.unit}"
 
+    model, against = quantity.model, quantity.against
     if not compared:
-        return (shown(q.model),)
-    share = "–" if q.model is None or not q.against else f"{q.model / q.against:.1%}"
-    return shown(q.against), shown(q.model), share
+        return (text(model),)
+    share = "–" if model is None or not against else f"{model / against:.1%}"
+    return text(against), text(model), share
 
 
-def _timing(t: Timing, compared: bool) -> tuple[str, ...]:
-    spreads = (t.against, t.model, t.speedup) if compared else (t.model,)
+def _timing(timing: Timing, compared: bool) -> tuple[str, ...]:
+    spreads = (timing.against, timing.model, timing.speedup) if compared else (timing.model,)
     return tuple("–" if spread is None else str(spread) for spread in spreads)

@@ -1,5 +1,7 @@
-"""Wall-clock times of several calls, taken in turn so that a slow moment of the machine falls on all of
-them.
+"""Wall-clock times of several models that run in turn, so that a slow moment of the machine affects all.
+
+torch.utils.benchmark times one statement after the other, so a slow moment would fall on one model only; the
+speed-up of two models needs interleaved calls.
 """
 
 from __future__ import annotations
@@ -17,18 +19,16 @@ from fairpruner.core.arrays import Floats
 from fairpruner.errors import check_whole_number
 from fairpruner.models.calling import tensors_of
 
-Run = Callable[[], Any]
-Clock = Callable[[], float]
-LARGE = (32 << 20) - (1 << 16)  # bytes; just below the largest block that glibc learns from
-WARM_UP = 3  # untimed calls at the start: kernels are chosen, memory is taken
+Inference = Callable[[], Any]  # one forward pass, without arguments
+Clock = Callable[[], float]  # the current time in seconds
+LARGE = (32 << 20) - (1 << 16)  # bytes; just below the largest block for which glibc adapts its threshold
+WARM_UP = 3  # untimed calls at the start, in which kernels are chosen and memory is allocated
 
 
-def interleaved(runs: Sequence[Run], repeats: int, *, clock: Clock = time.perf_counter) -> Floats:
-    """Milliseconds of every run in every round, [R, repeats]; every other round goes backwards, so that
-    none always comes first.
+def interleaved(runs: Sequence[Inference], repeats: int, *, clock: Clock = time.perf_counter) -> Floats:
+    """Milliseconds of R runs in every round, [R, repeats]; every other round has the reverse order.
 
-    Each timed call follows an untimed one of the same run, so that caches hold what they hold in steady
-    use.
+    Each timed call follows an untimed call of the same run, so that caches are in the state of steady use.
 
     >>> ticks = iter([0.0, 0.001, 0.001, 0.004])
     >>> interleaved([lambda: None, lambda: None], 1, clock=lambda: next(ticks)).tolist()
@@ -44,14 +44,15 @@ def interleaved(runs: Sequence[Run], repeats: int, *, clock: Clock = time.perf_c
 
 
 def settle_memory() -> None:
-    """Free one large block, after which glibc keeps blocks of its size: else some models pay for page
-    faults in every call, as chance has it.
+    """Allocate and free one large block; glibc then keeps blocks of its size instead of returning them.
+
+    Otherwise some models, by chance, pay for page faults in every call.
     """
     torch.empty(LARGE, dtype=torch.uint8)
 
 
-def timed(run: Run, before: int = 1, clock: Clock = time.perf_counter) -> float:
-    """Milliseconds of a call that follows so many untimed ones."""
+def timed(run: Inference, before: int = 1, clock: Clock = time.perf_counter) -> float:
+    """Milliseconds of one call, after `before` untimed calls."""
     for _ in range(before):
         run()
     start = clock()
@@ -61,9 +62,9 @@ def timed(run: Run, before: int = 1, clock: Clock = time.perf_counter) -> float:
 
 @contextmanager
 def threads_of(count: int | None) -> Iterator[int]:
-    """So many threads for torch inside; None leaves their number as it is."""
+    """torch uses `count` threads inside the block; None keeps their number."""
     if count is not None:
-        check_whole_number("threads", count, 1)
+        check_whole_number("threads", count)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(count or before)
@@ -73,7 +74,7 @@ def threads_of(count: int | None) -> Iterator[int]:
 
 
 def finish(device: torch.device) -> None:
-    """Wait until all that was asked of a device is done: a GPU answers before it has computed."""
+    """Wait until a device has computed everything: calls on a GPU return earlier."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":
@@ -81,7 +82,7 @@ def finish(device: torch.device) -> None:
 
 
 def machine() -> str:
-    """The processor's name, as far as the system tells it."""
+    """The name of the processor, or its architecture where the system does not name it."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             return next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))
@@ -90,17 +91,18 @@ def machine() -> str:
 
 
 def device_of(example: Any) -> torch.device:
+    """The device of the first tensor of an example."""
     return next((tensor.device for tensor in tensors_of(example)), torch.device("cpu"))
 
 
 def batched(example: Any, size: int) -> Any:
-    """The example with its first sample repeated along dimension 0 of every tensor.
+    """An example of `size` samples: the first sample of every tensor, repeated along dimension 0.
 
     >>> batched({"x": torch.ones(2, 5)}, 3)["x"].shape
     torch.Size([3, 5])
     """
     if isinstance(example, torch.Tensor):
-        # in the example's memory format
+        # torch.cat keeps the memory format, such as channels_last.
         return torch.cat([example[:1]] * size) if example.ndim else example
     if isinstance(example, (tuple, list)):
         return type(example)(batched(part, size) for part in example)

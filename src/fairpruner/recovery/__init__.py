@@ -1,4 +1,4 @@
-"""Recover: fine-tune a cut model; a killed run goes on where it was."""
+"""The recover stage: fine-tune a cut model; a run that was killed resumes from its checkpoint."""
 
 from fairpruner.recovery.history import Epoch
 from fairpruner.recovery.recipe import Recipe

@@ -1,4 +1,4 @@
-"""What a training run counts on its way, and what each epoch came to."""
+"""The numbers of a training run: sums during an epoch, and the result of each epoch."""
 
 from __future__ import annotations
 
@@ -10,22 +10,21 @@ from fairpruner.inputs.batches import Batch, logits_of
 
 @dataclass(frozen=True)
 class Epoch:
-    """One epoch's numbers; an accuracy is None where the outputs are no class logits, a validation number
-    where nothing was validated.
+    """The numbers of one epoch.
+
+    Accuracies are None if the outputs are not class logits; validation numbers are None without validation.
     """
 
     number: int  # from 1
     learning_rate: float  # of its last step
-    loss: float  # as it was on the way
+    loss: float  # mean over the epoch, while the weights changed
     accuracy: float | None
     validation_loss: float | None
     validation_accuracy: float | None
     seconds: float
 
     def better_than(self, other: Epoch | None) -> bool:
-        """By validation accuracy, then by validation loss; without validation the later epoch is the
-        better one.
-        """
+        """Compare by validation accuracy, then by validation loss; without validation, later is better."""
         if other is None or self.validation_loss is None or other.validation_loss is None:
             return True
         return (self.validation_accuracy or 0.0, -self.validation_loss) > (
@@ -36,7 +35,7 @@ class Epoch:
 
 @dataclass
 class Tally:
-    """Sums over the samples seen so far."""
+    """Sums over the samples of an epoch so far."""
 
     samples: float = 0
     loss: float = 0
@@ -45,7 +44,7 @@ class Tally:
     seconds: float = 0
 
     def add(self, loss: float, output: Any, batch: Batch) -> None:
-        """Count a batch whose mean loss is `loss`."""
+        """Add a batch with the mean loss `loss`."""
         self.samples += batch.size
         self.loss += loss * batch.size
         logits, labels = logits_of(output), batch.labels

@@ -1,4 +1,4 @@
-"""How `recover` trains: the paper's recipe by default, every part of it a field."""
+"""The settings of `recover`: the paper's recipe by default."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ from fairpruner.inputs.batches import Batch, Loss, forward, logits_of, mean_loss
 from fairpruner.models.calling import describe
 
 MakeOptimizer = Callable[[list[nn.Parameter], "Recipe"], Optimizer]
-Schedule = Callable[
-    [float], float
-]  # share of the training that is done, in [0, 1) -> factor of the learning rate
+Schedule = Callable[[float], float]  # share of the training done, in [0, 1) -> factor of the learning rate
 
 OPTIMIZERS: dict[str, MakeOptimizer] = {
     "sgd": lambda parameters, recipe: torch.optim.SGD(
@@ -38,11 +36,11 @@ SCHEDULES: dict[str, Schedule] = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """The settings of `recover`; those of the paper's fine-tuning unless told otherwise (its batch of 256
-    is the loader's).
+    """The settings of `recover`; the defaults are the paper's fine-tuning, except its batch size of 256.
 
-    `optimizer` and `schedule` are names or functions: (parameters, recipe) -> optimizer, and share of the
-    training done -> factor of the learning rate. `loss(output, label)` is cross-entropy by default.
+    The batch size is a setting of the data loader. `optimizer` and `schedule` are names or functions:
+    (parameters, recipe) -> optimizer, and share of the training done -> factor of the learning rate.
+    `loss(output, label)` is cross-entropy by default.
 
     >>> Recipe(optimizer="adamw", learning_rate=1e-3, ema=0.99).schedule
     'cosine'
@@ -54,14 +52,11 @@ class Recipe:
     schedule: str | Schedule = "cosine"
     loss: Loss | None = None
     label_smoothing: float = 0.0
-    ema: float = (
-        # decay of the running average of the weights, which is then what is judged and kept; 0 is off
-        0.0
-    )
-    distillation: float = 0.5  # weight of the teacher's term, where there is a teacher
-    temperature: float = 4.0  # of the teacher's term
+    ema: float = 0.0  # decay of the average of the weights, which is then validated and returned; 0 is off
+    distillation: float = 0.5  # weight of the distillation loss, if there is a teacher
+    temperature: float = 4.0  # of the distillation loss
     seed: int = 0
-    checkpoint_every: int = 500  # steps
+    checkpoint_every: int = 500  # training steps
 
     def __post_init__(self) -> None:
         for what, value, table in (
@@ -76,12 +71,12 @@ class Recipe:
                 raise FairprunerError(f"Recipe {name}={value!r}, expected {expected}.")
         if self.loss is not None and self.label_smoothing:
             raise FairprunerError(
-                f"Recipe label_smoothing={self.label_smoothing:g} smooths cross-entropy, and loss= replaces"
-                " it: give one of the two."
+                f"Recipe label_smoothing={self.label_smoothing:g} applies to cross-entropy, which loss="
+                " replaces: give one of the two."
             )
 
     def make_optimizer(self, model: nn.Module) -> Optimizer:
-        """An optimizer for all that is not frozen."""
+        """An optimizer for all parameters that are not frozen."""
         parameters = [p for p in model.parameters() if p.requires_grad]
         if not parameters:
             raise FairprunerError(
@@ -93,11 +88,11 @@ class Recipe:
         )
 
     def factor(self, done: float) -> float:
-        """What the learning rate is multiplied with when this share of the training is done."""
+        """The factor of the learning rate when this share of the training is done."""
         return (SCHEDULES[self.schedule] if isinstance(self.schedule, str) else self.schedule)(done)
 
     def settings(self) -> dict[str, Any]:
-        """All that the result depends on, as JSON values; a function goes by its name."""
+        """The settings that the result depends on, as JSON values; a function is given by its name."""
         values = {
             field.name: getattr(self, field.name)
             for field in fields(self)
@@ -109,7 +104,7 @@ class Recipe:
         }
 
 
-# field -> (whether a number fits, what was expected)
+# field -> (whether a number is valid, what is expected)
 RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "learning_rate": (lambda x: 0 < x < math.inf, "a number above 0"),
     "weight_decay": (lambda x: 0 <= x < math.inf, "a number of at least 0"),
@@ -123,12 +118,13 @@ RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
 
 
 def training_loss(recipe: Recipe, output: Any, batch: Batch, teacher: nn.Module | None) -> Tensor:
-    """The number to minimise: (1 - d)·((1 - s)·loss + s·uniform) + d·T²·KL(teacher ‖ model), s the label
-    smoothing and d the distillation.
+    """The loss to minimise: (1 - d)·((1 - s)·loss + s·uniform) + d·T²·KL(teacher ‖ model).
+
+    s is the label smoothing, d the weight of the distillation and T its temperature.
     """
     loss = mean_loss(recipe.loss, output, batch)
     if recipe.label_smoothing:
-        # Cross-entropy against the uniform distribution: with it, this is torch's own label smoothing.
+        # Cross-entropy against the uniform distribution. The sum equals torch's label smoothing.
         uniform = -F.log_softmax(_logits("model", output), dim=-1).mean()
         loss = (1 - recipe.label_smoothing) * loss + recipe.label_smoothing * uniform
     if teacher is not None and recipe.distillation:
@@ -139,25 +135,26 @@ def training_loss(recipe: Recipe, output: Any, batch: Batch, teacher: nn.Module 
 
 
 def _distillation(temperature: float, output: Any, batch: Batch, teacher: nn.Module) -> Tensor:
-    """Hinton's term, averaged over all predictions of a batch; T² keeps its gradient as large as that of
-    the labels.
+    """Hinton's distillation loss, averaged over all predictions of a batch.
+
+    The factor T² makes its gradient independent of the temperature, to first order.
     """
     with torch.no_grad():
-        wanted = _logits("teacher", forward(teacher, batch))  # [..., C]
-    given = _logits("model", output)
-    if wanted.shape != given.shape:
+        target = _logits("teacher", forward(teacher, batch))  # [..., C]
+    found = _logits("model", output)
+    if target.shape != found.shape:
         raise FairprunerError(
-            f"The teacher gives logits of shape {list(wanted.shape)}, the model of {list(given.shape)}: give"
-            " the model that was pruned."
+            f"The teacher gives logits of shape {list(target.shape)}, the model of {list(found.shape)}: give"
+            " the model that was pruned as the teacher."
         )
-    softened, target = (
-        F.log_softmax(logits.float() / temperature, dim=-1).flatten(0, -2) for logits in (given, wanted)
+    log_found, log_target = (
+        F.log_softmax(logits.float() / temperature, dim=-1).flatten(0, -2) for logits in (found, target)
     )  # [N, C]
-    term = temperature**2 * F.kl_div(softened, target, reduction="batchmean", log_target=True)
+    term = temperature**2 * F.kl_div(log_found, log_target, reduction="batchmean", log_target=True)
     if not torch.isfinite(term):
         raise FairprunerError(
-            f"The teacher's term of batch {batch.position} is {term.item()}, expected a finite number: look"
-            " at the teacher's weights."
+            f"The distillation loss of batch {batch.position} is {term.item()}, expected a finite number:"
+            " check the teacher's weights."
         )
     return term
 

@@ -1,6 +1,4 @@
-"""Recover: fine-tune a cut model, on accelerate, so that devices, processes and precision are a matter of
-how it is launched.
-"""
+"""Fine-tuning a cut model with accelerate; the launch decides on devices, processes and precision."""
 
 from __future__ import annotations
 
@@ -21,6 +19,7 @@ from fairpruner.core.sealed import Json
 from fairpruner.errors import FairprunerError, check_whole_number, import_extra
 from fairpruner.inputs.batches import Batch, check_rereadable, forward, mean_loss
 from fairpruner.models.narrowing import copy_with
+from fairpruner.recovery.averaging import ema_of
 from fairpruner.recovery.checkpoints import (
     FILE,
     Checkpoint,
@@ -32,10 +31,18 @@ from fairpruner.recovery.checkpoints import (
     save_checkpoint,
     tensors_of_model,
 )
-from fairpruner.recovery.feeding import COMPUTING, deal, epoch_batches, own_randomness, reseed, steps_of
+from fairpruner.recovery.data import (
+    COMPUTING,
+    epoch_batches,
+    reseed,
+    restored_random_state,
+    shard,
+    steps_of,
+)
 from fairpruner.recovery.history import Epoch, Tally
+from fairpruner.recovery.interrupts import noticing_interrupts
+from fairpruner.recovery.progress import ShowProgress, training_bar
 from fairpruner.recovery.recipe import Recipe, training_loss
-from fairpruner.recovery.terminal import Show, noticing_interrupts, training_bar
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -54,13 +61,12 @@ def recover(
     folder: str | Path | None = None,
     on_epoch: Callable[[Epoch], None] | None = None,
 ) -> nn.Module:
-    """A fine-tuned copy of a model: its best epoch by `validation`, else its last; the model given is
-    untouched.
+    """A fine-tuned copy of a model: the best epoch by `validation`, or the last epoch without it.
 
-    `train` and `validation` yield batches, as for `score`. `teacher`, usually the model before the cut,
-    is distilled from. `folder` takes a checkpoint every `recipe.checkpoint_every` steps, and the same
-    call with the same folder goes on from it. `on_epoch` is called with the `Epoch` after each one:
-    `on_epoch=history.append` keeps them all.
+    The model given is not changed. `train` and `validation` yield batches, as for `score`. `teacher` is a
+    model to distil from, usually the model before the cut. A checkpoint is written to `folder` every
+    `recipe.checkpoint_every` steps; the same call with the same folder resumes from it. `on_epoch` is called
+    with an `Epoch` after each epoch: `on_epoch=history.append` collects them.
 
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> train = [(torch.randn(16, 4), torch.arange(16) % 2) for _ in range(4)]
@@ -69,10 +75,10 @@ def recover(
     >>> [epoch.number for epoch in history], better is net
     ([1, 2], False)
     """
-    check_whole_number("epochs", epochs, 1)
+    check_whole_number("epochs", epochs)
     for name, data in (("training", train), ("validation", validation)):
         check_rereadable(data, "every epoch reads it", name=f"{name} data")
-    run = _Run(
+    training = _Training(
         _accelerator(),
         small,
         recipe or Recipe(),
@@ -80,21 +86,22 @@ def recover(
         teacher,
         Path(folder) if folder is not None else None,
     )
-    run.feed(train, validation)
-    run.resume()
-    quiet = not run.accelerator.is_main_process
+    training.set_data(train, validation)
+    training.resume()
+    quiet = not training.accelerator.is_main_process
     with (
-        own_randomness(run.accelerator.device),
+        restored_random_state(training.accelerator.device),
         noticing_interrupts() as stop,
-        training_bar(epochs, run.steps, quiet=quiet) as show,
+        training_bar(epochs, training.steps, quiet=quiet) as show,
     ):
-        run.go(on_epoch or (lambda epoch: None), stop, show)
-    return copy_with(small, lambda name, tensor: run.best[name].to(tensor.device))
+        training.run(on_epoch or (lambda epoch: None), stop, show)
+    return copy_with(small, lambda name, tensor: training.best[name].to(tensor.device))
 
 
 def _accelerator() -> Accelerator:
-    """Accelerate as it was launched; checked, for it would let processes that it cannot join train each
-    for itself.
+    """The accelerator of this launch.
+
+    Raises unless accelerate joined all launched processes; otherwise each would train alone.
     """
     launched = (
         dist.get_world_size()
@@ -106,19 +113,19 @@ def _accelerator() -> Accelerator:
     accelerator: Accelerator = accelerate.Accelerator(cpu=launched > 1 and not devices.is_available())
     if accelerator.num_processes != launched:
         raise FairprunerError(
-            f"{launched} processes were launched, and accelerate trains with {accelerator.num_processes}: set"
-            " ACCELERATE_USE_CPU=true to train on the CPU, and make no Accelerator before."
+            f"{launched} processes were launched, but accelerate joined {accelerator.num_processes}: set"
+            " ACCELERATE_USE_CPU=true to train on the CPU, and create no Accelerator before recover."
         )
     if accelerator.distributed_type.value in SHARDED:
         raise FairprunerError(
-            f"recover was launched with {accelerator.distributed_type.value}, expected one process, or"
-            " data-parallel ones: launch it so."
+            f"recover was launched with {accelerator.distributed_type.value}, expected one process or"
+            " data-parallel processes: launch it with torchrun or accelerate without sharding."
         )
     return accelerator
 
 
-class _Run:
-    """One training, from its start or from its checkpoint to its end."""
+class _Training:
+    """The state of one training run."""
 
     def __init__(
         self,
@@ -132,12 +139,11 @@ class _Run:
         self.accelerator, self.recipe, self.epochs, self.folder = accelerator, recipe, epochs, folder
         self.teacher = copy.deepcopy(teacher).to(accelerator.device).eval() if teacher is not None else None
         self.net = copy.deepcopy(small).to(accelerator.device)
-        self.average = copy.deepcopy(self.net) if recipe.ema else None
+        self.average = ema_of(self.net, recipe.ema) if recipe.ema else None
         optimizer = recipe.make_optimizer(self.net)
         self.rates = [group["lr"] for group in optimizer.param_groups]
-        self.model, self.optimizer = accelerator.prepare(
-            self.net, optimizer
-        )  # the same net, wrapped as the launch asks for
+        # self.model is self.net, wrapped as the launch requires.
+        self.model, self.optimizer = accelerator.prepare(self.net, optimizer)
         self.settings: Json = {
             **identity(small),
             **recipe.settings(),
@@ -147,35 +153,35 @@ class _Run:
             "accumulated batches": accelerator.gradient_accumulation_steps,
             "precision": accelerator.mixed_precision,
         }
-        self.epoch = self.position = 0  # of the next batch to train on
+        self.epoch = self.position = 0  # of the next batch
         self.unsaved = 0  # steps since the last checkpoint
-        self.whole = True  # no accumulated gradients are waiting: they are in no checkpoint
+        self.whole = True  # no accumulated gradients are pending; a checkpoint does not hold them
         self.tally = Tally()
         self.history: list[Epoch] = []
         self.best: dict[str, Tensor] = {}
         self.best_epoch: Epoch | None = None
 
-    def feed(self, train: Iterable[Any], validation: Iterable[Any] | None) -> None:
-        """Take this process's part of the data."""
+    def set_data(self, train: Iterable[Any], validation: Iterable[Any] | None) -> None:
+        """Select the batches of this process."""
         rank, processes = self.accelerator.process_index, self.accelerator.num_processes
-        self.train = deal(train, rank, processes, even=True)
-        self.validation = deal(validation, rank, processes, even=False) if validation is not None else None
-        self.steps = steps_of(self.train)  # of an epoch
+        self.train = shard(train, rank, processes, even=True)
+        self.validation = shard(validation, rank, processes, even=False) if validation is not None else None
+        self.steps = steps_of(self.train)  # in an epoch
         self.settings["batches in an epoch"] = self.steps
 
-    def go(self, on_epoch: Callable[[Epoch], None], stop: Event, show: Show) -> None:
-        """Train to the end; epochs that the checkpoint holds are only told again."""
+    def run(self, on_epoch: Callable[[Epoch], None], stop: Event, show: ShowProgress) -> None:
+        """Train to the end; for epochs from the checkpoint, only `on_epoch` is called."""
         for epoch in self.history:
             on_epoch(epoch)
         while self.epoch < self.epochs:
-            self._train(stop, show)
+            self._train_epoch(stop, show)
             self._close_epoch()
             on_epoch(self.history[-1])
             self._save()
-            self._leave_if(stop)
+            self._stop_if_interrupted(stop)
 
-    def _train(self, stop: Event, show: Show) -> None:
-        """The rest of an epoch."""
+    def _train_epoch(self, stop: Event, show: ShowProgress) -> None:
+        """Train on the remaining batches of the current epoch."""
         try:
             for batch in epoch_batches(
                 self.train, self.accelerator.device, self.recipe.seed, self.epoch, self.position
@@ -184,11 +190,11 @@ class _Run:
                 show(self.epoch, self.position, self.tally)
                 if self.unsaved >= self.recipe.checkpoint_every:
                     self._save()
-                self._leave_if(stop)
+                self._stop_if_interrupted(stop)
         except RuntimeError:
             if self.accelerator.num_processes == 1:
-                # Ctrl-C ends a loader's worker processes too, and the loader complains
-                self._leave_if(stop)
+                # Ctrl-C also ends the worker processes of a loader, which then raises.
+                self._stop_if_interrupted(stop)
             raise
         if not self.position:
             raise FairprunerError(
@@ -224,25 +230,23 @@ class _Run:
             ) from error
         self.whole = self.accelerator.sync_gradients
         if self.average is not None and self.whole:
-            _follow(self.average, self.net, self.recipe.ema)
+            self.average.update_parameters(self.net)
         self.position, self.unsaved = self.position + 1, self.unsaved + 1
         self.tally.add(float(loss.detach()), output, batch)
         self.tally.seconds += perf_counter() - start
 
     def _factor(self, position: int) -> float:
-        """Of the learning rate at a batch of this epoch; data that cannot tell its length changes it from
-        epoch to epoch only.
-        """
+        """The factor of the learning rate at a batch; for data without a length it changes per epoch only."""
         return self.recipe.factor((self.epoch + (position / self.steps if self.steps else 0)) / self.epochs)
 
     def _close_epoch(self) -> None:
-        """Judge the epoch, and keep its weights if none were better."""
+        """Validate the epoch, and keep its weights if they are the best so far."""
         start = perf_counter()
-        judged = self.average if self.average is not None else self.net
+        judged = self.net if self.average is None else self.average.module
         if self.accelerator.num_processes > 1:
             from accelerate.utils import broadcast
 
-            # Each process has running statistics of its own: those of the first count.
+            # Each process has its own running statistics. Those of the first process are used.
             broadcast(dict(judged.named_buffers()))
         trained = self._total(self.tally)
         validated = (
@@ -272,7 +276,7 @@ class _Run:
 
     def _validate(self, model: nn.Module, data: Iterable[Any]) -> Tally:
         tally = Tally()
-        model.train().eval()  # modules that keep derived tensors drop them when training starts
+        model.train().eval()  # train() makes modules drop tensors that they derived from old weights
         with torch.no_grad(), self.accelerator.autocast():
             for batch in epoch_batches(data, self.accelerator.device, self.recipe.seed, self.epoch, 0):
                 output = forward(model, batch)
@@ -280,7 +284,7 @@ class _Run:
         return tally
 
     def _total(self, tally: Tally) -> Tally:
-        """The sums over all processes; time passes for all at once."""
+        """The sums over all processes; the time is that of this process."""
         return replace(Tally(*self._summed(*astuple(tally))), seconds=tally.seconds)
 
     def _summed(self, *numbers: float) -> list[float]:
@@ -291,19 +295,18 @@ class _Run:
         ).tolist()
         return total
 
-    def _leave_if(self, stop: Event) -> None:
-        """Save and leave if Ctrl-C was pressed in any process; while gradients accumulate, a little
-        later.
+    def _stop_if_interrupted(self, stop: Event) -> None:
+        """Save and raise KeyboardInterrupt if Ctrl-C was pressed in any process.
+
+        While gradients accumulate, this waits for the next optimizer step.
         """
         if self.epoch == self.epochs or not self.whole or not self._summed(stop.is_set())[0]:
             return
         self._save()
         where = f"Stopped in epoch {self.epoch + 1} of {self.epochs}, {self.position} batches into it"
         if self.folder is None:
-            raise KeyboardInterrupt(f"{where}; nothing was saved, for no folder was given.")
-        raise KeyboardInterrupt(
-            f"{where}, and saved as {self.folder / FILE}: run the same again to go on from there."
-        )
+            raise KeyboardInterrupt(f"{where}; nothing was saved, because no folder was given.")
+        raise KeyboardInterrupt(f"{where}, and saved as {self.folder / FILE}: run the same again to resume.")
 
     def _save(self) -> None:
         if self.folder is None or not (self.whole or self.epoch == self.epochs):
@@ -315,7 +318,7 @@ class _Run:
         memory, plain = optimizer_state(self.optimizer.optimizer)
         tensors = {"model": tensors_of_model(self.net), "best": self.best, "optimizer": memory}
         if self.average is not None:
-            tensors["average"] = tensors_of_model(self.average)
+            tensors["average"] = tensors_of_model(self.average.module)
         content: Json = {
             "epoch": self.epoch,
             "position": self.position,
@@ -328,38 +331,24 @@ class _Run:
         save_checkpoint(Checkpoint(tensors, content), self.folder, self.settings)
 
     def resume(self) -> None:
-        """Take up the folder's checkpoint; a folder without one gets the start, which shows now whether
-        it can be written.
+        """Load the folder's checkpoint; without one, save the start, so that a folder that cannot be
+        written is found at once.
         """
         checkpoint = load_checkpoint(self.folder, self.settings) if self.folder is not None else None
-        self.accelerator.wait_for_everyone()  # all have looked before one writes
+        self.accelerator.wait_for_everyone()  # all processes must have read before one writes
         if checkpoint is None:
             self._save()
             return
         tensors, content = checkpoint.tensors, checkpoint.content
         fill(self.net, tensors["model"])
         if self.average is not None:
-            fill(self.average, tensors["average"])
+            fill(self.average.module, tensors["average"])
         restore_optimizer(self.optimizer.optimizer, tensors["optimizer"], content["optimizer"])
         if self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(content["scaler"])
         self.epoch, self.position = content["epoch"], content["position"]
-        if self.accelerator.is_main_process:  # it holds the sums of all
+        if self.accelerator.is_main_process:  # the checkpoint holds the sums of all processes
             self.tally = Tally(**content["tally"])
         self.history = [Epoch(**epoch) for epoch in content["history"]]
         self.best = dict(tensors["best"])
         self.best_epoch = self.history[content["best"] - 1] if content["best"] is not None else None
-
-
-def _follow(average: nn.Module, model: nn.Module, decay: float) -> None:
-    """average = decay · average + (1 - decay) · model, the statistics of norms included; whole numbers
-    are taken over.
-    """
-    with torch.no_grad():
-        for mean, now in zip(
-            tensors_of_model(average).values(), tensors_of_model(model).values(), strict=True
-        ):
-            if mean.is_floating_point():
-                mean.lerp_(now, 1 - decay)
-            else:
-                mean.copy_(now)

@@ -1,6 +1,4 @@
-"""The report stage: scores, a plan and measurements in, one value out that is a table, JSON and an
-interactive page.
-"""
+"""The report stage: scores, a plan and measurements in; a table, JSON and an interactive page out."""
 
 from __future__ import annotations
 
@@ -15,10 +13,11 @@ from fairpruner.core.plan import Plan
 from fairpruner.core.scores import Scores
 from fairpruner.errors import FairprunerError
 from fairpruner.files import PLAN, REPORT
-from fairpruner.reporting.facts import Report, SpaceFacts
-from fairpruner.reporting.measured import Measured, measured_from, read_json
+from fairpruner.reporting.facts import SpaceFacts
+from fairpruner.reporting.numbers import NumbersByModel, read_json, read_numbers
+from fairpruner.reporting.output import Report
 
-TOLERANCE = 0.1  # that a report of scores alone begins with
+TOLERANCE = 0.1  # of the first plan that a report of scores alone shows
 
 __all__ = ["Report", "SpaceFacts", "report"]
 
@@ -27,37 +26,37 @@ def report(
     source: Scores | str | Path,
     plan: Plan | str | Path | None = None,
     *,
-    measured: Measured | str | Path | None = None,
+    measured: NumbersByModel | str | Path | None = None,
     latency: LatencyTable | str | Path | None = None,
     title: str | None = None,
 ) -> Report:
-    """Gather what there is to know about scores, a plan and what was measured.
+    """Collect the facts about scores, a plan and measured numbers in one report.
 
-    `source` is scores or their file, from which the page lets its reader choose any plan, or the folder
-    of a pruned model, which tells about that model's plan alone. `plan` is the one to begin with: a
-    value, a file or a folder. `measured` holds numbers by model, or is a JSON file of them: {"cut":
-    {"accuracy": 0.91, "flops": 62e6, "latency_ms": 3.1}}. `latency` is a table of `latency_table` or its
-    file: every plan then tells its predicted milliseconds.
+    `source` is scores, a scores file, or the folder of a pruned model. With scores, the page lets its reader
+    choose any plan; with a folder, it shows the plan of that model only. `plan` is the plan that the page
+    shows first: a value, a file or a folder. `measured` holds numbers by model, or names a JSON file of them:
+    {"cut": {"accuracy": 0.91, "flops": 62e6, "latency_ms": 3.1}}. `latency` is a table made by
+    `latency_table`, or its file: every plan then also shows its predicted milliseconds.
 
     >>> from fairpruner.core.spaces import CostModel, Spaces, UnitSpace
     >>> import numpy as np
     >>> spaces = Spaces((UnitSpace("conv", "channel", 4, slices=()),), {}, CostModel((), (), ()), "")
     >>> aligned = {"conv": np.array([0.4, 0.1, 0.2, 0.3])}
-    >>> told = report(Scores(spaces, {"l1": aligned}, {"taylor": aligned}, samples=1))
-    >>> told.spaces[0].kept, told.diagnosis.optimal
+    >>> found = report(Scores(spaces, {"l1": aligned}, {"taylor": aligned}, samples=1))
+    >>> found.spaces[0].kept, found.diagnosis.optimal
     (2, True)
     """
     scores = source if isinstance(source, Scores) else None if Path(source).is_dir() else Scores.load(source)
     name = title or ("Scores" if isinstance(source, Scores) else Path(source).name)
-    numbers = measured_from(measured or {})
+    numbers = read_numbers(measured or {})
     table = LatencyTable.load(latency) if isinstance(latency, (str, Path)) else latency
     if scores is not None:
         chosen = _timed(allocate(scores, alpha=TOLERANCE) if plan is None else _plan(plan), table)
         return Report(name, chosen, scores, diagnose(scores, chosen), numbers, table)
     if plan is not None:
         raise FairprunerError(
-            f"Folder {source} holds a plan of its own, and a second one was given: give the scores first to"
-            " compare plans."
+            f"Folder {source} already holds a plan, and plan= gives a second one: to compare plans,"
+            " give the scores instead of the folder."
         )
     folder = Path(str(source))
     return Report(
@@ -72,7 +71,7 @@ def _plan(plan: Plan | str | Path) -> Plan:
 
 
 def _timed(plan: Plan, table: LatencyTable | None) -> Plan:
-    """The plan with its predicted milliseconds, where there is a table to predict them from."""
+    """The plan, with predicted milliseconds if there is a latency table."""
     if table is None:
         return plan
     check_table(table, plan.spaces)
@@ -81,8 +80,8 @@ def _timed(plan: Plan, table: LatencyTable | None) -> Plan:
     )
 
 
-def _measured_at_saving(folder: Path) -> Measured:
-    """What the folder's own report says."""
+def _measured_at_saving(folder: Path) -> NumbersByModel:
+    """The measured numbers in the report that was saved with a pruned model."""
     if not (folder / REPORT).is_file():
         return {}
-    return measured_from({folder.name: read_json(folder / REPORT).get("measured", {})})
+    return read_numbers({folder.name: read_json(folder / REPORT).get("measured", {})})

@@ -1,4 +1,4 @@
-"""What a report knows: one value, from which the terminal table, the JSON and the page are all made."""
+"""The facts of a report: the value from which the terminal table, the JSON and the page are made."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -18,18 +17,16 @@ from fairpruner.core.plan import Plan
 from fairpruner.core.scores import Scores
 from fairpruner.core.spaces import Spaces, Term
 from fairpruner.errors import FairprunerError
-from fairpruner.reporting.measured import Measured, check_measured
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from fairpruner.reporting.numbers import NumbersByModel, check_numbers
 
 OUTSIDE = "(outside all spaces)"
 
 
 @dataclass(frozen=True)
 class SpaceFacts:
-    """One space before and after; what costs lie between several spaces is shared out evenly, so columns
-    add up.
+    """One space before and after the plan.
+
+    A cost that depends on several spaces is divided evenly between them, so that columns add up to the total.
     """
 
     space: str
@@ -41,24 +38,22 @@ class SpaceFacts:
 
 
 @dataclass(frozen=True, eq=False)
-class Report:
-    """A plan, what it does to each space, what its scores say about it, and what was measured; printing
-    it with rich shows tables.
-    """
+class ReportContent:
+    """The facts of a report: a plan, its effect on each space, its diagnosis, and measured numbers."""
 
     title: str
     plan: Plan
-    scores: Scores | None = None  # without them there is nothing to choose from
+    scores: Scores | None = None  # None: the page shows this plan only, and no other can be chosen
     diagnosis: Diagnosis | None = None
-    measured: Measured = field(default_factory=dict)
-    latency: LatencyTable | None = None  # from which the page predicts the milliseconds of any plan
+    measured: NumbersByModel = field(default_factory=dict)
+    latency: LatencyTable | None = None  # the page uses it to predict the milliseconds of any plan
 
     def __post_init__(self) -> None:
         if (self.scores is None) != (self.diagnosis is None):
             raise FairprunerError(
-                "A report holds the scores and the diagnosis that was made of them, or neither."
+                "A report needs both scores and their diagnosis, or neither; found only one of them."
             )
-        check_measured(self.measured)
+        check_numbers(self.measured)
 
     @property
     def before(self) -> Mapping[str, float]:
@@ -70,7 +65,7 @@ class Report:
 
     @cached_property
     def spaces(self) -> tuple[SpaceFacts, ...]:
-        """Every space, and last a row without units for what lies outside them all."""
+        """One row per space, and a last row for the costs outside all spaces."""
         spaces, depths = self.plan.spaces, self.plan.depths
         before = {
             metric: costs_by_space(spaces, getattr(spaces.costs, metric), {})
@@ -92,7 +87,7 @@ class Report:
 
     @property
     def signals(self) -> Mapping[str, Any]:
-        """How the scores were made: samples, removal and protection signal; empty without scores."""
+        """The samples and the signals that the scores were made with; empty without scores."""
         return (
             {}
             if self.scores is None
@@ -121,27 +116,16 @@ class Report:
             "diagnosis": None if self.diagnosis is None else self.diagnosis.to_json(),
         }
 
-    def __rich__(self) -> RenderableType:
-        from fairpruner.reporting.table import render
-
-        return render(self)
-
-    def save_html(self, path: str | Path) -> None:
-        """Write the interactive page: one file that needs no network."""
-        from fairpruner.reporting.page import write
-
-        write(self, path)
-
 
 def costs_by_space(spaces: Spaces, terms: Sequence[Term], removed: Mapping[str, Sequence[int]]) -> Floats:
-    """A cost shared out over the spaces, and what lies outside them last, [S + 1].
+    """A cost divided between the spaces, [S + 1]; the last entry is the part outside all spaces.
 
-    A term goes evenly to its axes, and an axis to its spaces by the indices they keep.
+    A term of the cost is a product of axis lengths. It is divided evenly between its axes. The part of an
+    axis is divided between spaces in proportion to the indices that each keeps on this axis.
     """
     position = {name: s for s, name in enumerate(spaces.names)}
-    shares = np.zeros(
-        (len(spaces.costs.factors), len(spaces) + 1)
-    )  # [F, S + 1] kept indices of each axis by space
+    # [F, S + 1] kept indices of each axis, by space
+    shares = np.zeros((len(spaces.costs.factors), len(spaces) + 1))
     for f, factor in enumerate(spaces.costs.factors):
         for name, owned in factor.owned.items():
             shares[f, position[name]] = np.delete(owned, list(removed.get(name, ()))).sum()

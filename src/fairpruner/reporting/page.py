@@ -1,6 +1,4 @@
-"""A report as one HTML file: the template with its styles, its scripts, the chart library and the
-report's numbers inside.
-"""
+"""A report as one HTML file that contains its styles, scripts, chart library and numbers."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ from fairpruner.core.sealed import VERSION, Json
 from fairpruner.core.spaces import UnitSpace
 from fairpruner.core.tod import conflict_curve, removal_order
 from fairpruner.core.writing import written_whole
-from fairpruner.reporting.facts import Report
+from fairpruner.reporting.facts import ReportContent
 
 STYLES = ("uPlot.min.css", "style.css")
 SCRIPTS = (
@@ -32,18 +30,18 @@ SCRIPTS = (
     "charts.js",
     "views.js",
     "main.js",
-)  # each uses those before it
+)  # in this order: each uses those before it
 
 
-def write(report: Report, path: str | Path) -> None:
-    """Write the page; an interrupted run leaves nothing half-written."""
+def write_page(report: ReportContent, path: str | Path) -> None:
+    """Write the page; an interrupted run leaves no partial file."""
     with written_whole(path) as temporary:
-        temporary.write_text(render(report), encoding="utf-8")
+        temporary.write_text(render_page(report), encoding="utf-8")
 
 
-def render(report: Report) -> str:
-    """The page's text."""
-    # "<" inside a script could end it; inside JSON it may always be written as an escape.
+def render_page(report: ReportContent) -> str:
+    """The HTML text of the page."""
+    # A "<" in a script could end the script. JSON allows the escape everywhere.
     data = json.dumps(payload(report), ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace(
         "<", "\\u003c"
     )
@@ -63,10 +61,8 @@ def _asset(name: str) -> str:
     return (files(__package__) / "assets" / name).read_text(encoding="utf-8")
 
 
-def payload(report: Report) -> Json:
-    """All that the page computes with: spaces and costs as a plan's file has them, rankings and their
-    conflict curves.
-    """
+def payload(report: ReportContent) -> Json:
+    """The data that the page computes with: spaces and costs as in a plan's file, rankings and curves."""
     plan, scores = report.plan, report.scores
     content = plan.to_json()
     del content["spaces"]
@@ -94,7 +90,7 @@ def payload(report: Report) -> Json:
 
 
 def _given(plan: Plan, scores: Scores | None) -> list[Json] | None:
-    """Rankings that begin with the plan's units, or None where these are what the removal scores say."""
+    """Rankings that begin with the plan's units, or None if the removal scores give the same rankings."""
     orders = {space.name: plan_order(plan, space, scores) for space in plan.spaces}
     if scores is None:
         return [{"order": _packed(order, np.int32)} for order in orders.values()]
@@ -106,8 +102,10 @@ def _given(plan: Plan, scores: Scores | None) -> list[Json] | None:
 
 
 def _ranking(scores: Scores, space: UnitSpace, order: Ints) -> Json:
-    """One space along an order of its units, [J]: exact where plans are made of it (units, overlaps),
-    float32 where it is drawn.
+    """The scores of one space along an order of its units, [J].
+
+    Units and overlaps are exact, because the page makes plans from them. Scores are float32, because the page
+    only draws them.
     """
     removal, protection = scores.removal[space.name], scores.protection[space.name]
     halves = scores.halves.get(scores.active[0], {}).get(space.name)
@@ -116,8 +114,8 @@ def _ranking(scores: Scores, space: UnitSpace, order: Ints) -> Json:
         "removal": _packed(removal[order], np.float32),
         "protection": _packed(protection[order], np.float32),
         "steps": _steps(conflict_curve(_places(order), protection, space.groups).overlaps),
-        # The overlap of two removal rankings is a conflict curve too: what goes first in the other is what it
-        # protects.
+        # The overlap of the two halves' removal rankings is also a conflict curve: the units that the second
+        # half removes first take the role of the units to protect.
         "same": (
             None
             if halves is None
@@ -131,12 +129,12 @@ def _ranking(scores: Scores, space: UnitSpace, order: Ints) -> Json:
 
 
 def _places(order: Ints) -> Floats:
-    """Each unit's place in an order of units, [J]: a score that ranks them so."""
+    """The position of each unit in an order of units, [J]; as a score it gives this order."""
     return np.argsort(order).astype(np.float64)
 
 
 def _steps(overlaps: Ints) -> str:
-    """A curve as its J steps of 0, 1 or 2, one digit each."""
+    """A curve as J digits: its steps of 0, 1 or 2."""
     return "".join(map(str, np.diff(overlaps).tolist()))
 
 

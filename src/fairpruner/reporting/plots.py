@@ -1,5 +1,5 @@
-"""The paper's figures as static pictures (extra `plots`): score distributions, profiles, tolerance
-against pruning rate, ablation curves.
+"""The paper's figures as static images (extra `plots`): score distributions, profiles, tolerance curves,
+ablation curves.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fairpruner.core.scores import Scores
 from fairpruner.core.writing import written_whole
 from fairpruner.errors import FairprunerError, unknown
 from fairpruner.files import PLAN
-from fairpruner.reporting.measured import read_json
+from fairpruner.reporting.numbers import read_json
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,7 +32,7 @@ BLUE, VERMILION, GREEN, GREY = (
     "#d55e00",
     "#009e73",
     "#8a949e",
-)  # of Okabe and Ito: told apart with any colour vision
+)  # the Okabe-Ito palette, distinguishable with any colour vision
 STYLES = tuple(
     zip(
         (BLUE, VERMILION, GREEN, "#cc79a7", "#e69f00", "#56b4e9"),
@@ -45,8 +45,9 @@ TOLERANCES = np.linspace(0, 0.99, 100)
 
 
 def plot_scores(scores: Scores, spaces: Sequence[str] | None = None) -> Figure:
-    """Sorted removal and protection scores of some spaces, the first and the last by default: the paper's
-    score distributions.
+    """Sorted removal and protection scores of some spaces: the paper's score distributions.
+
+    Without `spaces`, the first and the last space are drawn.
 
     >>> from fairpruner.core.spaces import CostModel, Spaces, UnitSpace
     >>> known = Spaces((UnitSpace("conv", "channel", 4, slices=()),), {}, CostModel((), (), ()), "")
@@ -76,7 +77,7 @@ def plot_scores(scores: Scores, spaces: Sequence[str] | None = None) -> Figure:
 
 
 def plot_profile(plan: Plan) -> Figure:
-    """Kept and removed units of every space, beside the uniform share: the paper's pruning profile.
+    """Kept and removed units of every space, and the uniform share: the paper's pruning profile.
 
     >>> from fairpruner.core.spaces import CostModel, Spaces, UnitSpace
     >>> spaces = Spaces((UnitSpace("conv", "channel", 4, slices=()),), {}, CostModel((), (), ()), "")
@@ -108,7 +109,7 @@ def plot_profile(plan: Plan) -> Figure:
 
 
 def plot_tolerance(scores: Scores) -> Figure:
-    """The share removed of each metric at every tolerance: the paper's pruning rate against alpha.
+    """The removed share of each metric at every tolerance: the paper's pruning rate against alpha.
 
     >>> from fairpruner.core.spaces import CostModel, Spaces, UnitSpace
     >>> spaces = Spaces((UnitSpace("conv", "channel", 4, slices=()),), {}, CostModel((), (), ()), "")
@@ -135,8 +136,9 @@ def plot_tolerance(scores: Scores) -> Figure:
 
 
 def plot_ablation(curves: Mapping[str, Iterable[Sequence[float]]]) -> Figure:
-    """Accuracy against the share removed, one curve per method; each point is the share and then the
-    accuracy of every trial: the paper's ablation.
+    """Accuracy against the removed share, one curve per method: the paper's ablation.
+
+    A point of a curve is (removed share, accuracy of the first trial, of the second, …).
 
     >>> lines = {"ToD": [(0.1, 0.93), (0.3, 0.90)], "random": [(0.1, 0.8, 0.7), (0.3, 0.4, 0.5)]}
     >>> plot_ablation(lines).axes[0].get_ylabel()
@@ -149,7 +151,7 @@ def plot_ablation(curves: Mapping[str, Iterable[Sequence[float]]]) -> Figure:
         rows = sorted(tuple(map(float, point)) for point in points)
         if not rows or min(map(len, rows)) < 2:
             raise FairprunerError(
-                f"Curve {method!r} needs points of a share removed and at least one accuracy, found"
+                f"Curve {method!r} needs points of a removed share and at least one accuracy, found"
                 f" {rows[:1] or 'none'}."
             )
         removed = [row[0] for row in rows]
@@ -164,7 +166,7 @@ def plot_ablation(curves: Mapping[str, Iterable[Sequence[float]]]) -> Figure:
 
 
 def draw(name: str, source: str | Path, output: str | Path) -> None:
-    """Draw one of `FIGURES` from its file and write it: what `fairpruner plot` does."""
+    """Draw one of `FIGURES` from its file and write it, as `fairpruner plot` does."""
     if name not in FIGURES:
         raise unknown("figure", name, FIGURES)
     save_figure(FIGURES[name](Path(source)), output)
@@ -179,7 +181,7 @@ FIGURES: dict[str, Callable[[Path], Figure]] = {
 
 
 def save_figure(figure: Figure, path: str | Path) -> None:
-    """Write a figure as PNG, SVG or PDF, as the name says."""
+    """Write a figure; the ending of the path selects PNG, SVG or PDF."""
     ending = Path(path).suffix.lower()
     if ending not in FORMATS:
         raise FairprunerError(
@@ -196,7 +198,7 @@ def _figure(width: float, height: float) -> Figure:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise FairprunerError("Figures need matplotlib: pip install 'fairpruner[plots]'.") from error
-    return Figure(figsize=(width, height), layout="constrained")  # not of pyplot, so nothing is kept or shown
+    return Figure(figsize=(width, height), layout="constrained")  # not from pyplot, which would keep it open
 
 
 def _label(axes: Axes, x: str, y: str, *, title: str = "") -> None:

@@ -1,27 +1,30 @@
-"""A report in the terminal."""
+"""A report as tables on the terminal."""
 
 from __future__ import annotations
 
-from rich.console import Group, RenderableType
+from typing import TYPE_CHECKING
 
 from fairpruner.core.plan import describe_plan
-from fairpruner.reporting.facts import Report
-from fairpruner.terminal import amount, table_of
+from fairpruner.reporting.facts import ReportContent
+from fairpruner.terminal import amount, stacked, table_of
+
+if TYPE_CHECKING:
+    from rich.console import Group, RenderableType
 
 
-def render(report: Report) -> Group:
-    """Before and after, every space, what was measured, and what was left out."""
+def render(report: ReportContent) -> Group:
+    """Totals before and after, every space, the diagnosis, measured numbers, and spaces left out."""
     parts: list[RenderableType] = [_totals(report), _spaces(report)]
     if report.diagnosis is not None:
         parts.append(report.diagnosis)
     if report.measured:
         parts.append(_measured(report))
-    return Group(
+    return stacked(
         *parts, *(f"Left out {name}: {reason}" for name, reason in report.plan.spaces.left_out.items())
     )
 
 
-def _totals(report: Report) -> Group:
+def _totals(report: ReportContent) -> Group:
     rows = [
         (m, amount(report.before[m]), amount(kept), f"{report.plan.share(m):.1%}")
         for m, kept in report.after.items()
@@ -34,7 +37,7 @@ def _totals(report: Report) -> Group:
     )
 
 
-def _spaces(report: Report) -> Group:
+def _spaces(report: ReportContent) -> Group:
     rows = [(r.space, r.kind, r.size, r.kept, *map(_change, (r.params, r.flops))) for r in report.spaces]
     sums = [
         sum(column)
@@ -45,11 +48,11 @@ def _spaces(report: Report) -> Group:
         "Spaces",
         ("space", "kind", "units", "kept", "params", "FLOPs"),
         [*rows, total],
-        notes=["What lies between two spaces counts half to each."],
+        notes=["A cost that depends on two spaces counts half to each."],
     )
 
 
-def _measured(report: Report) -> Group:
+def _measured(report: ReportContent) -> Group:
     numbers = list(dict.fromkeys(name for values in report.measured.values() for name in values))
     rows = [
         (model, *(_number(values.get(name)) for name in numbers)) for model, values in report.measured.items()
@@ -58,9 +61,8 @@ def _measured(report: Report) -> Group:
 
 
 def _change(pair: tuple[float, float]) -> str:
-    return " → ".join(
-        f"{value:,.1f}".removesuffix(".0") for value in pair
-    )  # halves show, so that columns add up
+    # With one decimal, because halves must be visible for columns to add up.
+    return " → ".join(f"{value:,.1f}".removesuffix(".0") for value in pair)
 
 
 def _number(value: float | None) -> str:

@@ -1,4 +1,4 @@
-"""Numbers that were measured on models, from a mapping or a JSON file."""
+"""Measured numbers of models, from a mapping or a JSON file."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ import numpy as np
 
 from fairpruner.errors import FairprunerError
 
-Measured = Mapping[
-    str, Mapping[str, float]
-]  # model -> number -> value: {"cut": {"accuracy": 0.91, "flops": 62e6}}
+# model -> name of a number -> value: {"cut": {"accuracy": 0.91, "flops": 62e6}}
+NumbersByModel = Mapping[str, Mapping[str, float]]
 
 
-def measured_from(source: Measured | str | Path) -> Measured:
-    """Plain numbers by model, out of a mapping or a JSON file of one.
+def read_numbers(source: NumbersByModel | str | Path) -> NumbersByModel:
+    """The numbers of each model as plain Python values, from a mapping or from a JSON file.
 
-    >>> measured_from({"cut": {"accuracy": np.float64(0.5)}})
+    >>> read_numbers({"cut": {"accuracy": np.float64(0.5)}})
     {'cut': {'accuracy': 0.5}}
     """
     found = read_json(source) if isinstance(source, (str, Path)) else source
     if not isinstance(found, Mapping) or not all(isinstance(numbers, Mapping) for numbers in found.values()):
         raise FairprunerError(
-            f'Measured is {str(found)[:80]!r}, expected numbers by model: {{"cut": {{"accuracy": 0.91,'
+            f'measured is {str(found)[:80]!r}, expected numbers by model: {{"cut": {{"accuracy": 0.91,'
             ' "flops": 62e6}}.'
         )
     return {
@@ -37,14 +36,14 @@ def measured_from(source: Measured | str | Path) -> Measured:
     }
 
 
-def check_measured(measured: Measured) -> None:
-    """Refuse what is no finite number."""
+def check_numbers(measured: NumbersByModel) -> None:
+    """Raise unless all values are finite numbers."""
     for model, numbers in measured.items():
         for name, value in numbers.items():
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
                 raise FairprunerError(
-                    f"Measured {name!r} of {model!r} is {value!r}, expected a finite number: leave out what"
-                    " was not measured."
+                    f"The measured {name!r} of {model!r} is {value!r}, expected a finite number: leave out"
+                    " what was not measured."
                 )
 
 
@@ -55,4 +54,4 @@ def read_json(path: str | Path) -> Any:
     except OSError as error:
         raise FairprunerError(f"Cannot read {path}: {error}.") from error
     except ValueError as error:
-        raise FairprunerError(f"{path} is no JSON file, or only a part of one: {error}.") from error
+        raise FairprunerError(f"{path} is not a complete JSON file: {error}.") from error

@@ -1,4 +1,4 @@
-"""The batches of an epoch: dealt to the processes, and the same whenever that epoch is read."""
+"""The batches of an epoch: divided between processes, and the same each time that this epoch is read."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from fairpruner.errors import FairprunerError
 from fairpruner.inputs.batches import Batch, read_batches
 
-# What a loader is besides its dataset and its order.
-CARRIED = (
+# The settings of a loader that do not depend on the order of its batches.
+LOADER_SETTINGS = (
     "num_workers",
     "collate_fn",
     "pin_memory",
@@ -27,19 +27,15 @@ CARRIED = (
     "prefetch_factor",
     "persistent_workers",
 )
-READING, COMPUTING = 0, 1  # streams of random numbers; the processes compute with COMPUTING + rank
+READING, COMPUTING = 0, 1  # streams of random numbers; a process computes with the stream COMPUTING + rank
 
 
 def reseed(device: torch.device, *numbers: int) -> None:
-    """Start the random numbers of torch, numpy and Python at a place of their own, so that no state of
-    theirs has to be saved.
-    """
+    """Seed torch, numpy and Python from some numbers, so that no random state has to be saved."""
     seed = _mixed(*numbers)
     random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002 (the state that a dataset may use)
-    # torch.manual_seed also tells every kind of device, which takes a millisecond and is for nothing on
-    # the
-    # CPU.
+    np.random.seed(seed)  # noqa: NPY002 (a dataset may use this state)
+    # torch.manual_seed also seeds every other device, which takes a millisecond and is useless on the CPU.
     (torch.default_generator.manual_seed if device.type == "cpu" else torch.manual_seed)(seed)
 
 
@@ -48,8 +44,8 @@ def _mixed(*numbers: int) -> int:
 
 
 @contextmanager
-def own_randomness(device: torch.device) -> Iterator[None]:
-    """Random states of torch, numpy and Python are afterwards what they were."""
+def restored_random_state(device: torch.device) -> Iterator[None]:
+    """After the block, the random states of torch, numpy and Python are as before."""
     python, array = random.getstate(), np.random.get_state()  # noqa: NPY002
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         try:
@@ -59,9 +55,10 @@ def own_randomness(device: torch.device) -> Iterator[None]:
             np.random.set_state(array)  # noqa: NPY002
 
 
-def deal(data: Iterable[Any], rank: int, processes: int, *, even: bool) -> Iterable[Any]:
-    """Every `processes`-th batch of the data; `even` gives all processes equally many, as training needs
-    it.
+def shard(data: Iterable[Any], rank: int, processes: int, *, even: bool) -> Iterable[Any]:
+    """The batches of one process: every `processes`-th batch, from number `rank` on.
+
+    With `even`, all processes get equally many batches, which training needs.
     """
     if processes == 1:
         return data
@@ -74,16 +71,16 @@ def deal(data: Iterable[Any], rank: int, processes: int, *, even: bool) -> Itera
             return data
         from accelerate.data_loader import BatchSamplerShard
 
-        # Dealt before it is read: no process loads what another will use.
+        # Divided before reading: no process loads the samples of another.
         sampler = BatchSamplerShard(data.batch_sampler, processes, rank, even_batches=even)
         return DataLoader(
-            data.dataset, batch_sampler=sampler, **{name: getattr(data, name) for name in CARRIED}
+            data.dataset, batch_sampler=sampler, **{name: getattr(data, name) for name in LOADER_SETTINGS}
         )
-    return _Dealt(data, rank, processes, even)
+    return _Shard(data, rank, processes, even)
 
 
-class _Dealt:
-    """Any other iterable: read whole by all, used in turn."""
+class _Shard:
+    """The batches of one process from any iterable: every process reads all and uses its own."""
 
     def __init__(self, data: Iterable[Any], rank: int, processes: int, even: bool) -> None:
         self._data, self._rank, self._processes, self._needed = (
@@ -103,7 +100,7 @@ class _Dealt:
 
 
 def steps_of(data: Iterable[Any]) -> int | None:
-    """The number of batches, where the data can tell."""
+    """The number of batches, or None if the data has no length."""
     try:
         return len(data) if isinstance(data, Sized) else None
     except TypeError:  # a loader of an iterable dataset
@@ -115,8 +112,8 @@ def epoch_batches(
 ) -> Iterator[Batch]:
     """The batches of an epoch from position `start` on.
 
-    The earlier ones are read too: the order, and augmentation in worker processes, then come out as they
-    would have.
+    The earlier batches are read too and dropped, because the order and the augmentation of the later ones
+    depend on them.
     """
     for source in _sources(data):
         generator = getattr(source, "generator", None)
@@ -131,7 +128,7 @@ def epoch_batches(
         if batch is None:
             if position < start:
                 raise FairprunerError(
-                    f"The training data ended after {position} batches, and the checkpoint was made after"
+                    f"The training data ended after {position} batches, but the checkpoint was made after"
                     f" {start}: give the data of that run."
                 )
             return
@@ -140,7 +137,7 @@ def epoch_batches(
 
 
 def _sources(data: Any) -> Iterator[Any]:
-    """The data and whatever inside a loader may shuffle it."""
+    """The data, and every object inside a loader that may shuffle it."""
     yield data
     for name in ("dataset", "sampler", "batch_sampler"):
         inner = getattr(data, name, None)

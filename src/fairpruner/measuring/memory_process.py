@@ -1,5 +1,4 @@
-"""A program of its own, that imports torch and nothing else: load an exported model, run it, print the
-peak of resident memory.
+"""A separate program that imports only torch, loads an exported model, runs it and prints its peak memory.
 
 python fresh.py MODEL.pt2 THREADS      ->  {"idle": bytes before loading, "peak": bytes at most}
 """
@@ -15,15 +14,16 @@ import torch
 
 
 def resident(field: str) -> int:
-    """A field of /proc/self/status in bytes; unlike the peak that `getrusage` tells, it knows nothing of
-    the parent process.
+    """A field of /proc/self/status in bytes.
+
+    psutil has no peak on Linux, and the peak of `getrusage` includes the parent process.
     """
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
     return 1024 * int(line.split()[1])
 
 
 def warm_up() -> None:
-    """Load and run something of no size, so that the modules and threads this takes count as torch's own."""
+    """Load and run a tiny model, so that modules and threads of torch are counted as idle memory."""
     file = io.BytesIO()
     torch.export.save(torch.export.export(torch.nn.Linear(2, 2), (torch.zeros(1, 2),)), file)
     file.seek(0)
