@@ -507,6 +507,24 @@ def test_grouped_scores_are_those_of_the_group_labels() -> None:
     assert grouped.settings["groups"] == 2
 
 
+def test_a_huge_class_index_takes_no_memory() -> None:
+    """A table of all indices up to the label would take 8 GB."""
+    model, spaces = build("mlp")
+    inputs, labels = samples("mlp", 9)
+    huge = torch.where(labels == 2, 10**9, labels)
+    with pytest.raises(FairprunerError, match="has the label 1000000000, expected class indices below the 3"):
+        score(model, [(inputs, huge)], spaces=spaces, groups=2)
+
+    def loss(output: Tensor, groups: Tensor) -> Tensor:
+        return output.square().mean()
+
+    found, expected = (
+        score(model, [(inputs, own)], spaces=spaces, groups=2, loss=loss).removal for own in (huge, labels)
+    )
+    for name in spaces.names:
+        np.testing.assert_array_equal(found[name], expected[name])
+
+
 def test_grouping_refuses_what_it_cannot_do() -> None:
     model, spaces = build("mlp")
     data = batches("mlp", 12, 4)

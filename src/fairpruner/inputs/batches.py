@@ -85,7 +85,7 @@ def read_batches(data: Iterable[Any], device: torch.device) -> Iterator[Batch]:
 
     A dict of tokens may come without: its tokens are then their own labels, to be predicted one ahead.
     """
-    for position, item in enumerate(data):
+    for position, item in enumerate(_reading(data)):
         if isinstance(item, Mapping):
             key = next((k for k in LABEL_KEYS if k in item), None)
             inputs = {k: v for k, v in item.items() if k != key}
@@ -102,6 +102,22 @@ def read_batches(data: Iterable[Any], device: torch.device) -> Iterator[Batch]:
         batch = Batch(_map(inputs, lambda t: t.to(device)), _tensor(labels, position).to(device), position)
         if batch.size:
             yield batch
+
+
+def _reading(data: Iterable[Any]) -> Iterator[Any]:
+    """The items of the data; a failure of the user's loader becomes one sentence that says where."""
+    position = 0
+    try:
+        for item in data:
+            yield item
+            position += 1
+    except FairprunerError:
+        raise
+    except Exception as error:
+        raise FairprunerError(
+            f"The data failed at batch {position}: {type(data).__name__} raised {type(error).__name__}:"
+            f" {error}"
+        ) from error
 
 
 def _tensor(labels: Any, position: int) -> Tensor:
@@ -181,7 +197,7 @@ def mean_loss(loss: Loss | None, output: Any, batch: Batch) -> Tensor:
     """The loss of a batch, checked to be one finite number; cross-entropy on the logits, of classes or of
     tokens, when `loss` is None.
     """
-    value = _cross_entropy(output, batch) if loss is None else loss(output, batch.labels)
+    value = _cross_entropy(output, batch) if loss is None else _called(loss, output, batch)
     if not isinstance(value, Tensor) or value.ndim != 0:
         raise FairprunerError(
             f"The loss of batch {batch.position} is {describe(value)}, expected a scalar tensor: the mean"
@@ -193,6 +209,18 @@ def mean_loss(loss: Loss | None, output: Any, batch: Batch) -> Tensor:
             " batch and at the model's weights."
         )
     return value
+
+
+def _called(loss: Loss, output: Any, batch: Batch) -> Any:
+    try:
+        return loss(output, batch.labels)
+    except FairprunerError:
+        raise
+    except Exception as error:
+        raise FairprunerError(
+            f"The loss failed on batch {batch.position}: called with the output {describe(output)} and the"
+            f" labels {describe(batch.labels)} it raised {type(error).__name__}: {error}"
+        ) from error
 
 
 def _cross_entropy(output: Any, batch: Batch) -> Tensor:

@@ -1,9 +1,8 @@
-"""The paper's U-Score (Algorithm 1): how far apart the classes drive a unit, as a (sliced) Wasserstein-1
-distance.
+"""The paper's U-Score (Algorithm 1): the largest (sliced) Wasserstein-1 distance between two classes of a
+unit's output.
 
-On a common grid of quantiles, the W1 distance of two classes is the L1 distance of their quantile
-vectors, and so is the sliced one, over all directions at once. The score is thus the L1 diameter of K
-points.
+On a common grid of quantiles, the W1 distance of two classes is the L1 distance of their quantile vectors.
+So is the sliced one, over all directions at once. The score is the L1 diameter of K points.
 """
 
 from __future__ import annotations
@@ -19,12 +18,15 @@ from torch import Tensor
 from fairpruner.core.arrays import Floats, Ints
 from fairpruner.core.spaces import UnitSpace
 from fairpruner.errors import FairprunerError
+from fairpruner.models.devices import device_of_model
+from fairpruner.models.precision import widened
 from fairpruner.scoring.processes import Processes
 from fairpruner.scoring.signals.base import Accumulator, Context, Observation, Result, Signal
 from fairpruner.scoring.signals.quantiles import ClassQuantiles
 
 STATE_BYTES = 400 * 10**6  # what all spaces and classes together may keep
-SMALLEST, LARGEST = 4, 256  # samples of a class that are kept before they are folded
+PLANNED_BLOCKS = 4  # of M values for each class, unit and projection; enough for 8 M samples of a class
+SMALLEST, LARGEST = 4, 256  # samples of a class that are kept before they are summarised
 GRID_CELLS = 4096  # bounds classes times kept samples, and so the common grid of classes of unequal sizes
 CHUNK_VALUES = 2**22  # values that are compared at once
 FEW_POINTS = 16  # below this, plain differences are quicker than cdist
@@ -32,8 +34,8 @@ FEW_POINTS = 16  # below this, plain differences are quicker than cdist
 
 @dataclass(frozen=True)
 class Wasserstein(Signal):
-    """The largest sliced W1 distance between two classes of a unit's output, over random directions in
-    R^F; exact W1 if F = 1.
+    """The largest W1 distance between two classes of a unit's output: sliced over random directions in R^F,
+    exact if F = 1.
     """
 
     projections: int = 32
@@ -73,10 +75,9 @@ class WassersteinPooled(Wasserstein):
 def capacity(units: int, classes: int, projections: int, itemsize: int) -> tuple[int, int]:
     """How many samples of a class to keep (M) and how many projections to make, within STATE_BYTES.
 
-    The state holds M recent values and two sums of M/2 for each class, unit and projection. With very
-    many classes there are fewer projections, so that M does not fall below SMALLEST.
+    With very many classes there are fewer projections, so that M does not fall below SMALLEST.
     """
-    affordable = STATE_BYTES // (2 * units * classes * itemsize)  # M times projections
+    affordable = STATE_BYTES // (PLANNED_BLOCKS * units * classes * itemsize)  # M times projections
     kept = LARGEST
     while kept > SMALLEST and (kept * projections > affordable or kept * classes > GRID_CELLS):
         kept //= 2
@@ -97,10 +98,10 @@ class _WassersteinAccumulator(Accumulator):
         self._directions: dict[str, Tensor] = {}
         self._classes: dict[str, dict[int, ClassQuantiles]] = {space.name: {} for space in context.spaces}
         self._spaces = context.spaces
-        self._device = next(context.model.parameters()).device
+        self._device = device_of_model(context.model)
 
     def see_activation(self, space: UnitSpace, activation: Tensor, labels: Tensor) -> None:
-        values = activation if activation.dtype == torch.float64 else activation.float()
+        values = widened(activation)
         projected = values @ self._directions_for(space, values)  # [N, J, P]
         rows = projected.flatten(1)  # [N, J * P]
         present = labels.cpu().numpy()
@@ -133,8 +134,7 @@ class _WassersteinAccumulator(Accumulator):
 
     def join(self, processes: Processes) -> None:
         for name, classes in self._classes.items():
-            # A process without samples, or without some class, learns from the others what it has to make
-            # room for.
+            # A process may have seen no sample of some class that others have seen.
             known = processes.gathered(
                 [(label, one.columns, str(one.dtype)) for label, one in classes.items()]
             )
@@ -153,13 +153,12 @@ class _WassersteinAccumulator(Accumulator):
     def result(self) -> Result:
         scores, halves = {}, {}
         for space in self._spaces:
-            classes = list(
-                self._classes.pop(space.name).values()
-            )  # popped, so that a space's state is freed once it is scored
+            # Popped, so that a space's state is freed once it is scored.
+            classes = [own for _, own in sorted(self._classes.pop(space.name).items())]
             if len(classes) < 2:
                 raise FairprunerError(
                     f"Signal {self._signal.name!r} compares classes, and the data holds {len(classes)}: give"
-                    " samples of at least 2."
+                    " samples of at least 2 classes."
                 )
             scores[space.name], *of_halves = _diameters(classes, space.size, classes[0].columns // space.size)
             if len(of_halves) == 2:
@@ -168,8 +167,8 @@ class _WassersteinAccumulator(Accumulator):
 
 
 def _diameters(classes: Sequence[ClassQuantiles], units: int, projections: int) -> list[Floats]:
-    """The largest W1 over pairs of classes for each unit, [J]: of all samples, the even and the odd ones,
-    where at least 2 classes have some.
+    """The largest W1 over pairs of classes for each unit, [J]: of all samples, of the even and of the odd
+    ones, if at least 2 classes have some.
     """
     cells = np.array([one.cells for one in classes])  # [K, 3]
     parts = [part for part in range(3) if np.count_nonzero(cells[:, part]) > 1]
@@ -186,16 +185,16 @@ def _diameters(classes: Sequence[ClassQuantiles], units: int, projections: int) 
 
 
 def grid(cells: Ints) -> Floats:
-    """The right edges of the coarsest cells on which step functions with these numbers of equal cells are
-    all constant, [G].
+    """The right edges, [G], of the coarsest cells on which all step functions with these numbers of equal
+    cells are constant.
     """
     # Equal fractions are equal in float64 too, because division rounds correctly.
     return np.unique(np.concatenate([np.arange(1, n + 1) / n for n in np.unique(cells)]))
 
 
 def quantile_points(steps: Sequence[Tensor], projections: int) -> Tensor:
-    """Quantiles of each class, [J * P, cells of its own], as points [J, K, P * G] whose L1 distances are
-    sums of W1 over the projections.
+    """The classes as points [J, K, P * G] whose L1 distances are sums of W1 over the projections, from the
+    quantiles of each class, [J * P, cells].
     """
     edges = grid(np.array([step.shape[1] for step in steps]))
     widths = np.diff(edges, prepend=0.0)
@@ -221,8 +220,8 @@ def diameter(points: Tensor) -> Tensor:
 
 
 def _by_signs(points: Tensor) -> Tensor:
-    """Few dimensions: an L1 distance is the largest of the 2^(D-1) signed sums of differences, so each
-    sign's extremes are enough.
+    """Few dimensions: an L1 distance is the largest of 2^(D-1) signed sums of differences, so the extremes
+    of each signed sum are enough.
     """
     size = points.shape[2]
     bits = (
@@ -235,9 +234,7 @@ def _by_signs(points: Tensor) -> Tensor:
 
 
 def _by_halves(points: Tensor) -> Tensor:
-    """Many points: one half against the other, then each half in itself, so that every pair is compared
-    once.
-    """
+    """Many points: compare the two halves with each other, then each half in itself."""
     count = points.shape[1]
     if count <= FEW_POINTS:
         return _by_turns(points)
@@ -247,7 +244,7 @@ def _by_halves(points: Tensor) -> Tensor:
 
 
 def _by_turns(points: Tensor) -> Tensor:
-    """Few points: each against those after it."""
+    """Few points: compare each with those after it."""
     found = points.new_zeros(len(points))
     for first in range(points.shape[1] - 1):
         found = found.maximum((points[:, first + 1 :] - points[:, first : first + 1]).abs_().sum(2).amax(1))
