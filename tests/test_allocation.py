@@ -15,7 +15,7 @@ from fairpruner.core.plan import Plan
 from fairpruner.core.scores import Scores
 from fairpruner.core.spaces import CostModel, Factor, Term
 from fairpruner.core.tod import conflict_curve, removal_order
-from fairpruner.errors import FairprunerError
+from fairpruner.errors import FairprunerError, FairprunerWarning
 
 RULES = ("tod", "uniform", "global")
 HUNDREDTHS = [round(k / 100, 2) for k in range(100)]
@@ -356,3 +356,15 @@ def test_shuffled_keeps_the_depths_and_draws_the_units() -> None:
         [unit for seed in range(400) for unit in shuffled(plan, seed).removed["s2"]], minlength=30
     )
     assert drawn.min() > 0.7 * drawn.mean()  # every unit is drawn about as often
+
+
+def test_a_plan_far_from_its_budget_says_how_to_come_nearer() -> None:
+    """Two spaces alike lose a unit at one tolerance, so no plan of the rule keeps three units of four."""
+    scores = hand_scores([[0, 1], [0, 1]], [[0, 1], [0, 1]])
+    three = Budget("units", 0.75)
+    with pytest.warns(FairprunerWarning, match=r"keep=0.75: .* keeps 1.00. To come nearer, give exact=True."):
+        allocate(scores, keep=three)
+    assert allocate(scores, keep=three, exact=True).predicted["units"] == 3
+    pairs = hand_scores([[0, 1, 2, 3]], [[0, 1, 2, 3]])
+    with pytest.warns(FairprunerWarning, match=r"keep=3: .* keeps \d. To come nearer, lower multiple_of or"):
+        allocate(pairs, keep=Budget("units", 3), exact=True, multiple_of=2)

@@ -6,7 +6,9 @@ import copy
 import io
 import warnings
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from checks import check_cut, difference, doubled, some_units, with_lively_weights
@@ -169,6 +171,16 @@ def test_a_plan_for_another_model_is_refused() -> None:
         fp.cut(nn.Linear(3, 2), plan)
     with pytest.raises(fp.FairprunerError, match="The plan belongs to another model"):
         fp.mask(nn.Linear(3, 2), plan)
+
+
+@pytest.mark.parametrize("units", [[1.5], [1.0], ["1"], [True], [np.bool_(True)], [None], np.array([0.5])])
+def test_a_plan_takes_whole_unit_numbers_only(units: Any) -> None:
+    build, shape = SMALL["mlp"]
+    spaces = fp.discover(build(), torch.randn(shape))
+    with pytest.raises(fp.FairprunerError, match=r"The units to remove of space '2' hold .*, expected whole"):
+        fp.Plan.removing(spaces, {"2": units})
+    for whole in ([1, 3], np.array([1, 3]), torch.tensor([1, 3])):
+        assert fp.Plan.removing(spaces, {"2": whole}).removed["2"] == (1, 3)  # type: ignore[dict-item]
 
 
 def test_a_plan_cannot_empty_a_space_or_name_a_unit_twice() -> None:

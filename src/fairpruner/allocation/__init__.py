@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -17,12 +18,15 @@ from fairpruner.core.plan import Plan
 from fairpruner.core.scores import Scores
 from fairpruner.core.spaces import KINDS, Kind
 from fairpruner.core.tod import removal_order
-from fairpruner.errors import FairprunerError, check_whole_number
+from fairpruner.errors import FairprunerError, FairprunerWarning, check_whole_number
 
 __all__ = ["RULES", "allocate", "shuffled", "sweep"]
 
 # A budget of one of these metrics only removes units of these kinds.
 KINDS_OF_METRIC: dict[Metric, tuple[Kind, ...]] = {"experts": ("expert",)}
+
+
+FAR = 0.05  # of the original: a plan that misses its budget by more is told of
 
 
 def allocate(
@@ -60,9 +64,13 @@ def allocate(
             raise FairprunerError(
                 f"keep is {keep!r}, expected a budget: for example keep=Budget('flops', 0.5)."
             )
-        return Allocator(
+        plan = Allocator(
             scores, rule, multiple_of, min_keep, latency, KINDS_OF_METRIC.get(keep.metric, KINDS)
         ).for_budget(keep, exact)
+        advice = [] if exact else ["give exact=True"]
+        advice += ["lower multiple_of or min_keep"] if multiple_of != 1 or min_keep != 1 else []
+        _warn_if_far(plan, keep, ", or ".join(advice or ["try another rule"]))
+        return plan
     if alpha is not None and keep is None and not exact:
         return Allocator(scores, rule, multiple_of, min_keep, latency).for_tolerance(alpha)
     raise FairprunerError(
@@ -70,6 +78,19 @@ def allocate(
         f" alpha={alpha}, keep={keep} and exact={exact}. Give for example alpha=0.1 or"
         " keep=Budget('flops', 0.5)."
     )
+
+
+def _warn_if_far(plan: Plan, keep: Budget, advice: str) -> None:
+    """Tell the caller that the nearest plan is not near, and how to come nearer."""
+    original, found = plan.original[keep.counted_in], plan.predicted[keep.counted_in]
+    if abs(found - keep.target(original)) > FAR * original:
+        amount = f"{found / original:.2f}" if keep.is_share else f"{found:.15g}"
+        warnings.warn(
+            f"Budget {keep.metric} keep={keep.amount}: the nearest plan of rule {plan.rule!r} keeps {amount}."
+            f" To come nearer, {advice}.",
+            FairprunerWarning,
+            stacklevel=3,
+        )
 
 
 def sweep(

@@ -73,7 +73,7 @@ class Plan:
         strange = [name for name in removed if name not in spaces.names]
         if strange:
             spaces[strange[0]]
-        units = {name: tuple(int(u) for u in removed.get(name, ())) for name in spaces.names}
+        units = {name: tuple(_unit(name, unit) for unit in removed.get(name, ())) for name in spaces.names}
         return Plan(spaces, units, None, "given", False, predict(spaces, units), predict(spaces, {}))
 
     def save(self, path: str | Path) -> None:
@@ -115,6 +115,20 @@ class Plan:
             predicted=predict(spaces, removed) if edited else content["predicted"],
             original=predict(spaces, {}) if edited else content["original"],
         )
+
+
+def _unit(space: str, given: Any) -> int:
+    """A unit's number as the caller gave it, of Python, numpy or torch."""
+    try:
+        number = None if isinstance(given, bool) else index(given)
+    except TypeError:
+        number = None
+    if number is None:
+        raise FairprunerError(
+            f"The units to remove of space {space!r} hold {given!r}, expected whole numbers: the indices of"
+            " units, counted from 0."
+        )
+    return number
 
 
 def _plain(amount: float) -> float:
