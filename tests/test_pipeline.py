@@ -108,9 +108,9 @@ def test_a_tolerance_holds_in_every_round() -> None:
     assert same(fp.cut(model, plan), small)
 
 
-def test_one_round_is_the_allocated_plan_itself() -> None:
+def test_the_papers_preset_is_the_allocated_plan_itself() -> None:
     model, data = mlp(), some_data()
-    small, plan = prune(model, data, keep=fp.Budget("units", 0.5))
+    small, plan = prune(model, data, keep=fp.Budget("units", 0.5), preset="paper")
     expected = fp.allocate(fp.score(model, data), keep=fp.Budget("units", 14))
     assert (plan.rule, plan.alpha, plan.removed) == ("tod", expected.alpha, expected.removed)
     assert same(fp.cut(model, expected), small)
@@ -176,7 +176,10 @@ def test_recovery_trains_on_its_own_data() -> None:
     model, data = mlp(), some_data()
     other = some_data()
     small, plan = prune(model, data, alpha=0.1, recover_epochs=1, train=other)
-    assert same(small, fairpruner.pipeline.recover(fp.cut(model, plan), other, epochs=1))
+    expected = fairpruner.pipeline.recover(fp.cut(model, plan), other, epochs=1, teacher=model)
+    assert same(small, expected)
+    paper, _ = prune(model, data, alpha=0.1, recover_epochs=1, train=other, preset="paper")
+    assert same(paper, fairpruner.pipeline.recover(fp.cut(model, plan), other, epochs=1))
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,10 @@
-"""The whole job in one call: score, allocate, cut, repair and recover, in one round or several."""
+"""The whole job in one call: score, search or allocate, cut, repair and recover, in one round or several."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,18 @@ from fairpruner.allocation import allocate
 from fairpruner.allocation.composition import compose, remaining
 from fairpruner.core.budget import Budget
 from fairpruner.core.plan import Plan
+from fairpruner.core.spaces import Spaces
 from fairpruner.core.tod import check_alpha
 from fairpruner.discovery import discover
 from fairpruner.errors import FairprunerError, check_whole_number, unknown
-from fairpruner.inputs.batches import check_rereadable
+from fairpruner.inputs.batches import check_rereadable, read_batches
 from fairpruner.inputs.datasets import example_of
 from fairpruner.models.devices import device_of_model
 from fairpruner.recovery import recover
 from fairpruner.repair import METHODS
 from fairpruner.repair import repair as mend
 from fairpruner.scoring.score import score
+from fairpruner.search import EFFORT, RULES, Search, choose, make_candidates, useful_removals
 from fairpruner.surgery import cut
 
 Options = Mapping[str, Mapping[str, Any]]  # stage -> its keyword arguments
@@ -36,6 +39,9 @@ STAGES: dict[str, Callable[..., Any]] = {
     "recover": recover,
 }
 OWN = {"spaces", "keep", "method", "epochs"}
+PRESETS = ("best", "paper")
+# What the paper fixes: (stage, its option).
+PAPER = (("score", "removal"), ("score", "protection"), ("allocate", "rule"))
 
 
 def prune(
@@ -48,56 +54,80 @@ def prune(
     repair: str | Sequence[str] | None = None,
     recover_epochs: int = 0,
     train: Iterable[Any] | None = None,
+    preset: str = "best",
+    effort: int = EFFORT,
     options: Options | None = None,
 ) -> tuple[nn.Module, Plan]:
     """The smaller model, and one plan that leads to its shapes from the original; the model given is
     untouched.
 
-    A budget is approached in equal shares: with R rounds each keeps the R-th root of it. A tolerance
-    holds in every round. `repair` names the methods that mend each cut, `recover_epochs` are trained
-    after each cut on `train`, or on `data`. `options` go to a stage as they are: {"score": {"removal":
-    "l1"}, "recover": {"recipe": Recipe(ema=0.99)}}.
+    For a budget in one round, plans of several signals and rules are cut, repaired and compared with the
+    original on samples that the repair did not see, within `effort` forward passes over the data; what
+    `repair` and `options` say is not searched. `plan.tried` has the table. `preset="paper"` is the paper's
+    method alone: its signals, its rule, no repair.
+
+    With several rounds, or a tolerance, each round applies the paper's rule and signals, or what `options`
+    say. A budget is approached in equal shares: with R rounds each keeps the R-th root of it. A tolerance
+    holds in every round. `repair` names the methods that mend each cut. `recover_epochs` are trained
+    after each cut on `train`, or on `data`, with the original as the teacher (not with
+    `preset="paper"`). `options` go to a stage as they are: {"score": {"removal": "l1"}, "recover":
+    {"recipe": Recipe(ema=0.99)}}.
 
     >>> net = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
     >>> data = [(torch.randn(16, 4), torch.arange(16) % 2) for _ in range(2)]
-    >>> exact = {"allocate": {"exact": True}}
-    >>> small, plan = prune(net, data, keep=Budget("units", 0.25), rounds=2, options=exact)
-    >>> small[0], plan.predicted["units"], plan.rule
-    (Linear(in_features=4, out_features=4, bias=True), 4, 'iterative')
+    >>> small, plan = prune(net, data, keep=Budget("units", 0.25))
+    >>> small[0], plan.predicted["units"], sum(trial.chosen for trial in plan.tried)
+    (Linear(in_features=4, out_features=4, bias=True), 4, 1)
     """
     options = _checked(options or {})
-    _check_schedule(keep, alpha, rounds, recover_epochs)
-    for method in (repair,) if isinstance(repair, str) else repair or ():
+    _check_schedule(
+        keep, alpha, {"rounds": (rounds, 1), "recover_epochs": (recover_epochs, 0), "effort": (effort, 1)}
+    )
+    methods = (repair,) if isinstance(repair, str) else repair
+    for method in methods or ():
         if method not in METHODS:
             raise unknown("repair method", method, METHODS)
+    _check_preset(preset, methods, options)
     for given in (data, train):
         check_rereadable(given, "every round reads it")
     spaces = discover(model, example_of(data, device_of_model(model)), **options["discover"])
     current, whole = model, None
     for done in range(1, rounds + 1):
-        scores = score(current, data, spaces=spaces, **options["score"])
-        if keep is not None:
-            plan = allocate(
-                scores,
-                keep=_share_of(keep, whole or Plan.removing(spaces, {}), done / rounds),
-                **options["allocate"],
-            )
+        if keep is not None and rounds == 1 and preset == "best":
+            small, plan = _searched(model, data, spaces, Search(keep, effort, methods), options)
         else:
-            plan = allocate(scores, alpha, **options["allocate"])
-        small = cut(current, plan)
+            scores = score(current, data, spaces=spaces, **options["score"])
+            budget = keep and _share_of(keep, whole or Plan.removing(spaces, {}), done / rounds)
+            plan = allocate(scores, alpha=alpha, keep=budget, **options["allocate"])
+            small = cut(current, plan)
+            if methods is not None:
+                small = mend(small, current, plan, data, method=methods, **options["repair"])
         spaces = remaining(plan, small)
-        if repair is not None:
-            small = mend(small, current, plan, data, method=repair, **options["repair"])
         if recover_epochs:
             small = recover(
                 small,
                 train if train is not None else data,
                 epochs=recover_epochs,
-                **_of_round(done, options["recover"]),
+                **{"teacher": model if preset == "best" else None, **_of_round(done, options["recover"])},
             )
         current, whole = small, plan if whole is None else compose(whole, plan)
     assert whole is not None  # there is at least one round
     return current, whole
+
+
+def _searched(
+    model: nn.Module, data: Iterable[Any], spaces: Spaces, search: Search, options: Options
+) -> tuple[nn.Module, Plan]:
+    """The best smaller model that a search finds, over all that `options` leave open."""
+    first = next(read_batches(data, torch.device("cpu")))
+    scoring, limits = dict(options["score"]), {"exact": True, **options["allocate"]}
+    if scoring.get("removal") is None:
+        scoring["removal"] = useful_removals(spaces, classes=first.has_classes and first.labels.ndim == 1)
+    scores = score(model, data, spaces=spaces, **scoring)
+    rules = (limits.pop("rule"),) if "rule" in limits else RULES
+    candidates = make_candidates(scores, search.keep, rules, **limits)
+    loss = options["repair"].get("loss", scoring.get("loss"))
+    return choose(model, data, candidates, replace(search, loss=loss), notes=options["repair"].get("notes"))
 
 
 def _of_round(number: int, options: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -122,7 +152,9 @@ def _share_of(keep: Budget, so_far: Plan, done: float) -> Budget:
     return Budget(keep.metric, max(1, min(amount, so_far.predicted[keep.metric])))
 
 
-def _check_schedule(keep: Budget | None, alpha: float | None, rounds: int, recover_epochs: int) -> None:
+def _check_schedule(
+    keep: Budget | None, alpha: float | None, numbers: Mapping[str, tuple[object, int]]
+) -> None:
     if (keep is None) == (alpha is None):
         raise FairprunerError(
             f"Pruning needs either a tolerance or a budget, found alpha={alpha} and keep={keep}: for example"
@@ -130,8 +162,21 @@ def _check_schedule(keep: Budget | None, alpha: float | None, rounds: int, recov
         )
     if alpha is not None:
         check_alpha(alpha)
-    for name, value, least in (("rounds", rounds, 1), ("recover_epochs", recover_epochs, 0)):
+    for name, (value, least) in numbers.items():
         check_whole_number(name, value, least)
+
+
+def _check_preset(preset: str, methods: Sequence[str] | None, options: Options) -> None:
+    """Refuse what contradicts the paper's method where it is asked for."""
+    if preset not in PRESETS:
+        raise unknown("preset", preset, PRESETS)
+    said = [f"{stage} {name}" for stage, name in PAPER if options[stage].get(name) is not None]
+    said += [f"repair {', '.join(methods)}"] if methods else []
+    if preset == "paper" and said:
+        raise FairprunerError(
+            f"preset='paper' fixes the signals, the rule and no repair, found {' and '.join(said)}: leave"
+            " them out, or leave out the preset."
+        )
 
 
 def _checked(options: Options) -> Options:

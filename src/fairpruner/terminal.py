@@ -58,6 +58,12 @@ def amount(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
+def announce(step: str) -> None:
+    """A line on stderr that names the next step of a long job, quiet when it is no terminal."""
+    if sys.stderr.isatty():
+        print(step, file=sys.stderr)
+
+
 @contextmanager
 def progress(title: str, data: Iterable[Any]) -> Iterator[Callable[[int], None]]:
     """A bar for one pass over data; call the yielded function with the number of samples of each batch."""

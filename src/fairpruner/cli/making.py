@@ -37,8 +37,10 @@ from fairpruner.errors import FairprunerError
 from fairpruner.files.folders import SHARD_SIZE
 from fairpruner.files.streaming import stream
 from fairpruner.inputs.hugging_face import is_source, place_of
+from fairpruner.pipeline import PRESETS
 from fairpruner.recovery.recipe import OPTIMIZERS, SCHEDULES
 from fairpruner.repair import METHODS, Note
+from fairpruner.search import EFFORT
 
 KINDS = {
     DATA: marks.DATA,
@@ -176,7 +178,7 @@ def recover(
 @app.command(
     epilog=(
         "Example: fairpruner prune net.py:build --weights net.safetensors --data digits.npz --keep flops=0.5"
-        " --repair sequential -o small"
+        " -o small"
     )
 )
 @reads_data
@@ -212,14 +214,24 @@ def prune(
             help=f"One of {', '.join(fp.signals.names('protection'))}; by default what fits each kind."
         ),
     ] = None,
+    preset: Annotated[
+        str,
+        typer.Option(
+            help="best searches over signals and rules for one round to a budget; paper is its method alone.",
+            autocompletion=lambda: list(PRESETS),
+        ),
+    ] = "best",
+    effort: Annotated[
+        int, typer.Option(help="Forward passes over the data that the search may spend.")
+    ] = EFFORT,
     reading: Reading = CALIBRATION,
     skip: Skip = None,
     device: Device = "cpu",
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """The whole job: score, plan, cut, mend and train, once or in rounds; ends with the folder of a
-    smaller model.
+    """The whole job: find the best plan for a budget, cut, mend and train, once or in rounds; ends with
+    the folder of a smaller model.
     """
     check_output(output, MODEL_FOLDER, model, data, weights, train, checkpoints, force=force)
     net = trained(model, weights, device)
@@ -236,6 +248,8 @@ def prune(
             if recover_epochs
             else None
         ),
+        preset=preset,
+        effort=effort,
         options={
             "discover": {"skip": skip or ()},
             "score": {"removal": removal, "protection": protection, "seed": reading.seed},

@@ -17,6 +17,7 @@ from fairpruner.core.spaces import Spaces
 from fairpruner.demo import BUDGETS, DATA, PRUNED, SCORES, WEIGHTS, DemoResult
 from fairpruner.recovery import Epoch
 from fairpruner.repair import Note
+from fairpruner.reporting.table import trials_table
 from fairpruner.terminal import Printable, amount, table_of
 
 
@@ -115,7 +116,9 @@ def _heading(signal: str, scores: Scores) -> str:
 
 
 def show_plan(plan: Plan, place: str, repairs: Sequence[Note] = ()) -> Printable:
-    """The kept units of each space, the kept amount of each metric, and what was repaired."""
+    """The kept units of each space, the kept amount of each metric, what a search tried and what was
+    repaired.
+    """
     outcomes = Counter((note.outcome, note.reason) for note in repairs)
     items = [
         {"name": s.name, "kind": s.kind, "size": s.size, "kept": s.size - plan.depths[s.name]}
@@ -134,7 +137,9 @@ def show_plan(plan: Plan, place: str, repairs: Sequence[Note] = ()) -> Printable
         ],
     )
     repaired = {"repair": [asdict(note) for note in repairs]} if repairs else {}
-    return Printable(table, {"file": place, **plan_facts(plan), "spaces": items, **repaired})
+    tried = {"tried": [trial.to_json() for trial in plan.tried]} if plan.tried else {}
+    shown = Group(*([trials_table(plan.tried)] if plan.tried else []), table)
+    return Printable(shown, {"file": place, **plan_facts(plan), "spaces": items, **tried, **repaired})
 
 
 def show_sweep(plans: Sequence[Plan], amounts: Sequence[float | int], metric: str) -> Printable:

@@ -15,6 +15,7 @@ from fairpruner.core.costs import predict
 from fairpruner.core.reading import understanding
 from fairpruner.core.sealed import Json, read_json, write_json
 from fairpruner.core.spaces import Spaces
+from fairpruner.core.trials import Trial
 from fairpruner.errors import FairprunerError
 
 
@@ -31,6 +32,7 @@ class Plan:
     exact: bool  # the last few units were chosen to hit a count, so ToD <= alpha may not hold
     predicted: Mapping[str, float]  # metric -> kept count, or milliseconds
     original: Mapping[str, float]
+    tried: tuple[Trial, ...] = ()  # by the search that chose this plan, if one did
 
     def __post_init__(self) -> None:
         if set(self.removed) != set(self.spaces.names):
@@ -97,6 +99,7 @@ class Plan:
             "exact": bool(self.exact),
             "original": {metric: _plain(amount) for metric, amount in self.original.items()},
             "predicted": {metric: _plain(amount) for metric, amount in self.predicted.items()},
+            **({"tried": [trial.to_json() for trial in self.tried]} if self.tried else {}),
             "removed": {name: [int(unit) for unit in units] for name, units in self.removed.items()},
             "spaces": self.spaces.to_json(),
         }
@@ -114,6 +117,7 @@ class Plan:
             exact=content["exact"],
             predicted=predict(spaces, removed) if edited else content["predicted"],
             original=predict(spaces, {}) if edited else content["original"],
+            tried=tuple(map(Trial.from_json, content.get("tried", ()))),
         )
 
 

@@ -48,6 +48,15 @@ class Batch:
 
         return Batch(_map(self.inputs, some), some(self.labels), self.position)
 
+    def some(self, chosen: Tensor) -> Batch:
+        """The samples of these indices, [n], as a batch of their own."""
+        size = self.size
+
+        def taken(tensor: Tensor) -> Tensor:
+            return tensor[chosen.to(tensor.device)] if tensor.ndim and tensor.shape[0] == size else tensor
+
+        return Batch(_map(self.inputs, taken), taken(self.labels), self.position)
+
     def predicted_tokens(self) -> int:
         """How many tokens the default loss of a language model is the mean over."""
         targets = targets_of(self.inputs, self.labels)

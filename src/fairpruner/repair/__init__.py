@@ -27,6 +27,7 @@ from fairpruner.repair.merging import merge_experts
 from fairpruner.repair.notes import Note
 from fairpruner.repair.regression import choose, choose_mean
 from fairpruner.repair.sequential import refit
+from fairpruner.repair.tuning import tune
 from fairpruner.repair.wiring import Wire, find_wires, kept_by_place, tensors_by_name
 from fairpruner.terminal import progress
 
@@ -41,6 +42,7 @@ METHODS: dict[str, Method] = {
     "merge": merge_experts,
     "experts": refit_experts,
     "batchnorm": lambda small, model, plan, sweep, wires: reestimate(small, sweep()),
+    "tune": lambda small, model, plan, sweep, wires: tune(small, model, sweep),
 }
 
 

@@ -111,6 +111,7 @@ class ReportContent:
             "share": {metric: self.plan.share(metric) for metric in self.after},
             "measured": {model: dict(numbers) for model, numbers in self.measured.items()},
             "spaces": [asdict(row) for row in self.spaces],
+            "tried": [trial.to_json() for trial in self.plan.tried],
             "left_out": dict(self.plan.spaces.left_out),
             "signals": dict(self.signals),
             "diagnosis": None if self.diagnosis is None else self.diagnosis.to_json(),

@@ -20,6 +20,7 @@ from fairpruner.core.scores import Scores
 from fairpruner.core.sealed import VERSION, Json
 from fairpruner.core.spaces import UnitSpace
 from fairpruner.core.tod import conflict_curve, removal_order
+from fairpruner.core.trials import COLUMNS
 from fairpruner.core.writing import written_whole
 from fairpruner.reporting.facts import ReportContent
 
@@ -66,12 +67,14 @@ def payload(report: ReportContent) -> Json:
     plan, scores = report.plan, report.scores
     content = plan.to_json()
     del content["spaces"]
+    content.pop("tried", None)  # a plan chosen on the page is another one
     return {
         "title": report.title,
         "version": version("fairpruner"),
         "file": {"format": "fairpruner plan", "version": VERSION},
         "spaces": (plan.spaces if scores is None else scores.spaces).to_json(),
         "plan": content,
+        "tried": {"columns": COLUMNS, "rows": [trial.cells for trial in plan.tried]},
         "signals": dict(report.signals),
         "scored": (
             None

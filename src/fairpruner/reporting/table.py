@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fairpruner.core.plan import describe_plan
+from fairpruner.core.trials import COLUMNS, Trial
 from fairpruner.reporting.facts import ReportContent
 from fairpruner.terminal import amount, stacked, table_of
 
@@ -13,14 +15,28 @@ if TYPE_CHECKING:
 
 
 def render(report: ReportContent) -> Group:
-    """Totals before and after, every space, the diagnosis, measured numbers, and spaces left out."""
+    """Totals before and after, every space, what a search tried, the diagnosis, measured numbers, and spaces
+    left out.
+    """
     parts: list[RenderableType] = [_totals(report), _spaces(report)]
+    if report.plan.tried:
+        parts.append(trials_table(report.plan.tried))
     if report.diagnosis is not None:
         parts.append(report.diagnosis)
     if report.measured:
         parts.append(_measured(report))
     return stacked(
         *parts, *(f"Left out {name}: {reason}" for name, reason in report.plan.spaces.left_out.items())
+    )
+
+
+def trials_table(trials: Sequence[Trial]) -> Group:
+    """What a search compared, the chosen one marked."""
+    return table_of(
+        f"Tried {len(trials)} repaired cuts",
+        COLUMNS,
+        [trial.cells for trial in trials],
+        notes=["Distance: from the original's outputs, on samples that no repair looked at."],
     )
 
 

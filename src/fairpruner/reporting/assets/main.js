@@ -213,13 +213,14 @@ function setTheme(chosen) {
 }
 
 function start() {
-  const has = { scores: scored, latency: data.latency, stability: data.stability && data.stability.flat().some((value) => value !== null), measured: Object.keys(data.measured).length, "left-out": Object.keys(data.spaces.left_out).length };
+  const has = { scores: scored, latency: data.latency, stability: data.stability && data.stability.flat().some((value) => value !== null), measured: Object.keys(data.measured).length, tried: data.tried.rows.length, "left-out": Object.keys(data.spaces.left_out).length };
   document.querySelectorAll("[data-needs]").forEach((element) => has[element.dataset.needs] || element.remove());
 
   const { samples, removal, protection } = data.signals;
   const size = `${spaces.length} spaces · ${counted(page.original.units)} units · ${short(page.original.params)} params · ${short(page.original.flops)} FLOPs`;
   $("subtitle").textContent = scored ? `${size} · scored on ${counted(samples)} samples by ${removal} and ${protection}` : size;
   $("version").textContent = data.version;
+  if (has.tried) fillTable($("tried"), data.tried.columns, data.tried.rows);
   if (has["left-out"]) fillTable($("left-out"), ["Place", "Reason"], Object.entries(data.spaces.left_out));
   makeTable();
 

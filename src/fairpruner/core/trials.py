@@ -1,0 +1,44 @@
+"""What a search tried: one line for each plan that was cut, repaired and compared with the original."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fairpruner.core.sealed import Json
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One plan that a search cut and repaired, and how far its outputs then lay from the original's.
+
+    `distance` is the mean KL divergence of the logits (or the share of the outputs' power that the
+    squared error is) on samples that the repair did not see.
+    """
+
+    removal: str  # signal
+    rule: str
+    spaces: str  # which of them lose units: "all", or what stays whole
+    repair: str  # methods joined by "+", "none" for the plain cut
+    samples: int  # that the repair looked at
+    kept: float  # share of the budget's metric
+    distance: float
+    chosen: bool = False
+
+    def to_json(self) -> Json:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(content: Mapping[str, Any]) -> Trial:
+        return Trial(**content)
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The line of a table, under `COLUMNS`."""
+        kept, distance = f"{self.kept:.3f}", f"{self.distance:.4g}"
+        mark = "chosen" if self.chosen else ""
+        return self.removal, self.rule, self.spaces, self.repair, str(self.samples), kept, distance, mark
+
+
+COLUMNS = ("removal", "rule", "spaces", "repair", "samples", "kept", "distance", "")

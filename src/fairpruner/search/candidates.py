@@ -1,0 +1,110 @@
+"""The plans worth trying for a budget: signals, rules, and which spaces stay whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fairpruner.allocation import allocate
+from fairpruner.core.budget import Budget
+from fairpruner.core.costs import predict
+from fairpruner.core.plan import Plan
+from fairpruner.core.scores import Scores
+from fairpruner.core.spaces import Kind, Spaces, UnitSpace
+from fairpruner.errors import FairprunerError
+
+RULES = ("global", "tod", "uniform")  # the one that was best most often first
+STREAM = 3  # a space that so many weights read is a residual stream, or a concatenation that grows
+MOST_PAIRS = 2**27  # pairs of units in all spaces, up to which `reconstruction` is cheap enough
+
+Removal = Mapping[Kind, str]  # kind -> signal
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A plan, and how it was made."""
+
+    removal: str
+    rule: str
+    spaces: str
+    plan: Plan
+
+    @property
+    def name(self) -> str:
+        return f"{self.removal}, {self.rule}, {self.spaces}"
+
+
+def useful_removals(spaces: Spaces, *, classes: bool) -> list[Removal]:
+    """The removal signals to score, the best known first; `classes` says whether samples have them."""
+    kinds: list[Kind] = list(dict.fromkeys(space.kind for space in spaces))
+    activations = "wasserstein" if classes else "activation"
+    few = sum(space.size**2 for space in spaces if space.kind != "expert") <= MOST_PAIRS
+    by_rank = [
+        ("reconstruction" if few else "activation", "reap"),
+        (activations, "soft_activation"),
+        ("l1", "reap"),
+    ]
+    removals = [{kind: expert if kind == "expert" else other for kind in kinds} for other, expert in by_rank]
+    return [removal for n, removal in enumerate(removals) if removal not in removals[:n]]
+
+
+def make_candidates(
+    scores: Scores, keep: Budget, rules: Sequence[str] = RULES, **limits: Any
+) -> list[Candidate]:
+    """Every plan that differs from the others, the most promising first; `limits` go to `allocate`."""
+    found: dict[tuple[tuple[int, ...], ...], Candidate] = {}
+    failures: list[FairprunerError] = []
+    for name, narrowed in _variants(scores):
+        for removal in scores.removals:
+            for rule in rules:
+                try:
+                    plan = allocate(
+                        narrowed.using(removal), keep=_narrowed(keep, narrowed, scores), rule=rule, **limits
+                    )
+                except FairprunerError as failure:  # this variant cannot reach the budget
+                    failures.append(failure)
+                    continue
+                key = tuple(tuple(sorted(plan.removed.get(space, ()))) for space in scores.spaces.names)
+                found.setdefault(key, Candidate(removal, rule, name, _widened(plan, scores.spaces)))
+    if not found:
+        raise failures[-1]  # of the variant with all spaces
+    return list(found.values())
+
+
+def _variants(scores: Scores) -> Iterator[tuple[str, Scores]]:
+    """Which spaces may lose units: not the streams, one kind alone, all."""
+    streams = [space.name for space in scores.spaces if is_stream(space)]
+    kinds = list(dict.fromkeys(space.kind for space in scores.spaces))
+    if 0 < len(streams) < len(scores.spaces):
+        yield "without streams", scores.only(skip=streams)
+    if len(kinds) > 1:
+        for kind in kinds:
+            yield f"only {kind}", scores.only(kinds=[kind])
+    yield "all", scores
+
+
+def is_stream(space: UnitSpace) -> bool:
+    """Whether many weights read the space, as they do a residual stream."""
+    return space.kind == "channel" and len({part.tensor for part in space.slices_of("read")}) >= STREAM
+
+
+def _narrowed(keep: Budget, narrowed: Scores, scores: Scores) -> Budget:
+    """The budget for some of the spaces; only units are counted in the spaces, all else in the model."""
+    if keep.metric != "units" or narrowed is scores:
+        return keep
+    total, inside = (sum(space.size for space in some.spaces) for some in (scores, narrowed))
+    return Budget("units", max(1, round(keep.target(total)) - (total - inside)))
+
+
+def _widened(plan: Plan, spaces: Spaces) -> Plan:
+    """The plan over all spaces, of which some stay whole."""
+    removed = {name: plan.removed.get(name, ()) for name in spaces.names}
+    predicted = {**plan.predicted, **predict(spaces, removed)}
+    return replace(
+        plan,
+        spaces=spaces,
+        removed=removed,
+        predicted=predicted,
+        original={**plan.original, **predict(spaces, {})},
+    )

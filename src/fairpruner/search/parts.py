@@ -1,0 +1,75 @@
+"""Calibration data in two parts: samples that repairs look at, and samples that only judge them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, RandomSampler
+
+from fairpruner.inputs.batches import read_batches
+
+JUDGED = 5  # every fifth sample judges
+SHARES = 8  # the other samples are dealt into this many equal shares
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Some samples of the data, the same ones each time it is read."""
+
+    data: Iterable[Any]
+    device: torch.device
+    total: int  # samples of the data
+    judging: bool
+    shares: int = SHARES  # of the samples that do not judge
+
+    def __len__(self) -> int:
+        return len(self.data)  # type: ignore[arg-type]  # a loader of unknown length raises, as len does
+
+    def __iter__(self) -> Iterator[tuple[Any, Tensor]]:
+        before = 0
+        for batch in read_batches(self.data, self.device):
+            numbers = torch.arange(before, before + batch.size)
+            before += batch.size
+            chosen = self._holds(numbers).nonzero().flatten()
+            if len(chosen):
+                part = batch.some(chosen)
+                yield part.inputs, part.labels
+
+    def _holds(self, numbers: Tensor) -> Tensor:
+        """Which samples of these numbers, [n], belong to the part, bool [n]."""
+        judging = numbers % JUDGED == JUDGED - 1
+        return judging if self.judging else ~judging & (numbers // JUDGED % SHARES < self.shares)
+
+    def share(self, shares: int) -> Part:
+        """So many of its shares."""
+        return replace(self, shares=shares)
+
+    @property
+    def samples(self) -> int:
+        return int(self._holds(torch.arange(self.total)).sum())
+
+
+def split(data: Iterable[Any], device: torch.device) -> tuple[Part, Part]:
+    """The samples that repairs look at and those that judge; with fewer than JUDGED, all do both."""
+    ordered = _in_order(data)
+    total = sum(batch.size for batch in read_batches(ordered, device))
+    fitting, judging = (Part(ordered, device, total, judging) for judging in (False, True))
+    return (fitting, judging) if judging.samples else (fitting, fitting)
+
+
+def _in_order(data: Iterable[Any]) -> Iterable[Any]:
+    """The same data; a loader that shuffles is read in the order of its dataset, so that parts stay apart."""
+    if not (isinstance(data, DataLoader) and isinstance(data.sampler, RandomSampler)):
+        return data
+    return DataLoader(
+        data.dataset,
+        data.batch_size,
+        shuffle=False,
+        num_workers=data.num_workers,
+        collate_fn=data.collate_fn,
+        drop_last=data.drop_last,
+    )
