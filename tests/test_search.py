@@ -1,0 +1,249 @@
+"""The search behind `prune`: what is tried, on which samples, how it is judged, and what is kept."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import entropy
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import fairpruner as fp
+from fairpruner.demo import Digits, train
+from fairpruner.inputs.batches import read_batches
+from fairpruner.repair.tuning import tune
+from fairpruner.search import Search, make_candidates, useful_removals
+from fairpruner.search.candidates import is_stream
+from fairpruner.search.judging import distance
+from fairpruner.search.parts import split
+
+CPU = torch.device("cpu")
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.one, self.two = nn.Conv2d(width, inner, 3, padding=1), nn.Conv2d(inner, width, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x + self.two(torch.relu(self.one(x))))
+
+
+class Stream(nn.Module):
+    """Three residual blocks on one stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(1, 8, 3, padding=1)
+        self.blocks = nn.Sequential(*(Block(8, 12) for _ in range(3)))
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.stem(x)).mean((2, 3)))
+
+
+@pytest.fixture(scope="module")
+def digits() -> tuple[nn.Module, list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
+    """A trained residual net, calibration batches, and batches that neither training nor search sees."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    known, test = Digits.load()
+    model = Stream()
+    train(model, known, epochs=4)
+    unseen = list(zip(test.x.split(100), test.y.split(100), strict=True))
+    return model.eval(), list(zip(known.x[:400].split(80), known.y[:400].split(80), strict=True)), unseen
+
+
+def numbered(sizes: list[int]) -> list[tuple[Tensor, Tensor]]:
+    """Batches of these sizes whose inputs are the samples' numbers."""
+    return [(part[:, None].float(), part) for part in torch.arange(sum(sizes)).split(sizes)]
+
+
+def seen(part: Any) -> list[int]:
+    return [int(number) for _, labels in part for number in labels]
+
+
+@given(st.lists(st.integers(1, 17), min_size=1, max_size=8))
+def test_the_parts_are_apart_and_the_same_each_time(sizes: list[int]) -> None:
+    fitting, judging = split(numbered(sizes), CPU)
+    total = sum(sizes)
+    if total < 5:
+        assert fitting is judging
+        return
+    assert sorted(seen(fitting) + seen(judging)) == list(range(total))
+    assert seen(fitting) == seen(fitting)
+    assert (fitting.samples, judging.samples) == (len(seen(fitting)), len(seen(judging)))
+    few = fitting.share(1)
+    assert set(seen(few)) <= set(seen(fitting))
+    assert few.samples == len(seen(few)) >= 1
+
+
+def test_a_loader_that_shuffles_is_read_in_order() -> None:
+    numbers = torch.arange(60)
+    loader = DataLoader(TensorDataset(numbers[:, None].float(), numbers), 7, shuffle=True)
+    fitting, judging = split(loader, CPU)
+    assert seen(judging) == seen(judging) == list(range(4, 60, 5))
+    assert not set(seen(judging)) & set(seen(fitting))
+
+
+def test_the_distance_is_the_divergence_of_the_predictions() -> None:
+    model, other = nn.Linear(3, 4), nn.Linear(3, 4)
+    data = [(torch.randn(size, 3), torch.zeros(size, dtype=torch.long)) for size in (5, 2)]
+    rows = torch.cat([inputs for inputs, _ in data])
+    wanted, found = (net(rows).detach().double().softmax(1).numpy() for net in (model, other))
+    expected = np.mean([entropy(p, q) for p, q in zip(wanted, found, strict=True)])
+    assert distance(other, model, data, CPU, logits=True) == pytest.approx(expected, rel=1e-6)
+    assert distance(model, model, data, CPU, logits=True) == 0.0
+    mine, theirs = (net(rows).detach() for net in (other, model))
+    error = float((mine - theirs).square().sum() / theirs.square().sum())
+    assert distance(other, model, data, CPU, logits=False) == pytest.approx(error, rel=1e-6)
+
+
+def test_a_model_that_gives_nan_is_infinitely_far() -> None:
+    model, broken = nn.Linear(3, 4), nn.Linear(3, 4)
+    nn.init.constant_(broken.bias, torch.nan)
+    assert distance(broken, model, [(torch.randn(5, 3), torch.zeros(5))], CPU, logits=True) == np.inf
+
+
+def test_candidates_differ_keep_the_budget_and_predict_what_they_cost() -> None:
+    model, example = Stream(), torch.rand(1, 1, 8, 8)
+    spaces = fp.discover(model, example)
+    assert [space.name for space in spaces if is_stream(space)] == ["stem"]
+    data = [(torch.rand(20, 1, 8, 8), torch.arange(20) % 10) for _ in range(2)]
+    scores = fp.score(model, data, spaces=spaces, removal=useful_removals(spaces, classes=True))
+    found = make_candidates(scores, fp.Budget("flops", 0.5), exact=True)
+    cuts = {tuple(tuple(sorted(c.plan.removed[name])) for name in spaces.names) for c in found}
+    assert len(cuts) == len(found) > 6
+    for candidate in found:
+        plan = candidate.plan
+        assert plan.share("flops") == pytest.approx(0.5, abs=0.06)
+        assert plan.predicted["flops"] == fp.count_flops(fp.cut(model, plan), example)
+        assert bool(plan.removed["stem"]) <= (candidate.spaces == "all")
+    assert {candidate.spaces for candidate in found} == {"all", "without streams"}
+
+
+def test_a_budget_of_units_counts_the_units_that_stay_whole_too() -> None:
+    model = Stream()
+    data = [(torch.rand(20, 1, 8, 8), torch.arange(20) % 10)]
+    scores = fp.score(model, data, removal=["l1", "activation"])
+    found = make_candidates(scores, fp.Budget("units", 0.5), exact=True)
+    assert {candidate.spaces for candidate in found} == {"all", "without streams"}
+    assert {candidate.plan.predicted["units"] for candidate in found} == {22}
+
+
+def test_a_budget_that_no_candidate_reaches_is_refused() -> None:
+    data = [(torch.rand(20, 1, 8, 8), torch.arange(20) % 10)]
+    with pytest.raises(fp.FairprunerError, match="out of reach"):
+        fp.prune(Stream(), data, keep=fp.Budget("flops", 0.001))
+
+
+def test_the_nearest_to_the_original_is_kept(digits: Any, tmp_path: Path) -> None:
+    model, data, unseen = digits
+    before = copy.deepcopy(model.state_dict())
+    small, plan = fp.prune(model, data, keep=fp.Budget("flops", 0.4))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert {name: tensor.shape for name, tensor in small.state_dict().items()} == {
+        name: tensor.shape for name, tensor in fp.cut(model, plan).state_dict().items()
+    }
+    full = [trial for trial in plan.tried if trial.samples == 320]
+    chosen = [trial for trial in plan.tried if trial.chosen]
+    assert len(chosen) == 1
+    assert chosen[0].distance == min(trial.distance for trial in full)
+    assert chosen[0].rule == plan.rule
+    assert len({(trial.removal, trial.rule, trial.spaces) for trial in plan.tried}) > 6
+    assert all(trial.kept == pytest.approx(0.4, abs=0.05) for trial in plan.tried)
+    # What a search finds beats the paper's method, repaired or not, on samples that nothing has seen.
+    paper, its_plan = fp.prune(model, data, keep=fp.Budget("flops", 0.4), preset="paper")
+    mended = fp.repair(paper, model, its_plan, data, method="sequential")
+    found, *others = (distance(net, model, unseen, CPU, logits=True) for net in (small, paper, mended))
+    assert found < min(others)
+    plan.save(tmp_path / "plan.json")
+    assert fp.Plan.load(tmp_path / "plan.json").tried == plan.tried
+
+
+def test_the_same_seed_gives_the_same_model(digits: Any) -> None:
+    model, data, _ = digits
+    first, second = (fp.prune(model, data[:2], keep=fp.Budget("flops", 0.5), effort=20) for _ in range(2))
+    assert first[1].removed == second[1].removed
+    assert first[1].tried == second[1].tried
+    for one, other in zip(first[0].state_dict().values(), second[0].state_dict().values(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_what_is_said_is_not_searched(digits: Any) -> None:
+    model, data, _ = digits
+    options = {"score": {"removal": "l1"}, "allocate": {"rule": "uniform"}, "discover": {"skip": ["stem"]}}
+    _, plan = fp.prune(model, data, keep=fp.Budget("flops", 0.5), repair="mean", options=options)
+    (trial,) = plan.tried
+    assert (trial.removal, trial.rule, trial.repair, plan.removed.get("stem")) == (
+        "l1",
+        "uniform",
+        "mean",
+        None,
+    )
+
+
+def test_little_effort_tries_the_most_promising_alone(digits: Any) -> None:
+    model, data, _ = digits
+    _, plan = fp.prune(model, data, keep=fp.Budget("flops", 0.5), effort=1)
+    (trial,) = plan.tried
+    assert (trial.removal, trial.rule, trial.spaces) == ("reconstruction", "global", "without streams")
+
+
+def test_the_paper_is_refused_together_with_what_it_fixes(digits: Any) -> None:
+    model, data, _ = digits
+    with pytest.raises(fp.FairprunerError, match=r"'paper' fixes .* found score removal and repair mean"):
+        fp.prune(model, data, alpha=0.1, preset="paper", repair="mean", options={"score": {"removal": "l1"}})
+    with pytest.raises(fp.FairprunerError, match="Unknown preset"):
+        fp.prune(model, data, alpha=0.1, preset="papper")
+
+
+def test_experts_are_refitted_and_other_units_sequentially() -> None:
+    from moe_zoo import moe, tokens
+
+    model = moe("qwen2_moe", torch.float32)
+    spaces = fp.discover(model, tokens())
+    assert {removal["expert"] for removal in useful_removals(spaces, classes=False)} == {
+        "reap",
+        "soft_activation",
+    }
+    search = Search(fp.Budget("params", 0.5))
+    experts = next(space.name for space in spaces if space.kind == "expert")
+    others = next(space.name for space in spaces if space.kind != "expert")
+    assert search.methods(fp.Plan.removing(spaces, {experts: (0,)})) == ("experts",)
+    assert search.methods(fp.Plan.removing(spaces, {others: (0,)})) == ("sequential",)
+    assert search.methods(fp.Plan.removing(spaces, {})) == ()
+
+
+def test_tuning_brings_unseen_samples_nearer_and_leaves_no_trace(digits: Any) -> None:
+    model, data, unseen = digits
+    spaces = fp.discover(model, data[0][0][:1])
+    plan = fp.Plan.removing(spaces, {space.name: range(9) for space in spaces if space.name != "stem"})
+    small = fp.repair(fp.cut(model, plan), model, plan, data, method="sequential").eval()
+    tuned = copy.deepcopy(small)
+    tuned.head.weight.requires_grad_(False)
+    tune(tuned, model, lambda: read_batches(data, CPU), epochs=4)
+    assert distance(tuned, model, unseen, CPU, logits=True) < 0.8 * distance(
+        small, model, unseen, CPU, logits=True
+    )
+    assert [name for name, p in tuned.named_parameters() if not p.requires_grad] == ["head.weight"]
+    assert all(p.grad is None for p in tuned.parameters())
+    assert not any(module._forward_hooks for net in (model, tuned) for module in net.modules())
+
+
+def test_tuning_skips_narrow_numbers_and_cleans_up_after_a_failure(digits: Any) -> None:
+    model, data, _ = digits
+    (note,) = tune(copy.deepcopy(model).bfloat16(), model, lambda: read_batches(data, CPU))
+    assert note.outcome == "skipped"
+    assert "bfloat16" in note.reason
+    small = copy.deepcopy(model)
+    with pytest.raises(fp.FairprunerError, match="does not fit the model"):
+        tune(small, model, lambda: read_batches([(torch.rand(4, 3), torch.arange(4))], CPU))
+    assert not any(module._forward_hooks for net in (model, small) for module in net.modules())
