@@ -119,7 +119,7 @@ def _searched(
     model: nn.Module, data: Iterable[Any], spaces: Spaces, search: Search, options: Options
 ) -> tuple[nn.Module, Plan]:
     """The best smaller model that a search finds, over all that `options` leave open."""
-    first = next(read_batches(data, torch.device("cpu")))
+    first = next(read_batches(data, device_of_model(model)))
     scoring, limits = dict(options["score"]), {"exact": True, **options["allocate"]}
     if scoring.get("removal") is None:
         scoring["removal"] = useful_removals(spaces, classes=first.has_classes and first.labels.ndim == 1)

@@ -7,7 +7,6 @@ not judge, and the winner is then tuned by gradient steps with the effort that i
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,6 +19,7 @@ from fairpruner.core.plan import Plan
 from fairpruner.core.trials import Trial
 from fairpruner.inputs.batches import Loss, read_batches
 from fairpruner.models.calling import evaluating
+from fairpruner.models.devices import device_of_model
 from fairpruner.repair import Note, repair
 from fairpruner.repair.tuning import tune
 from fairpruner.search.candidates import Candidate
@@ -76,7 +76,7 @@ def choose(
 
     The plan's `tried` tells of all that were compared. `notes` gets the notes of the chosen one's repair.
     """
-    device = next(itertools.chain(model.parameters(), model.buffers()), torch.empty(0)).device
+    device = device_of_model(model)
     bench = _Bench(model, *split(data, device), device, search)
     cost = max(search.passes(candidate.plan) for candidate in candidates) + JUDGING
     left = float(search.effort - SCORING)
