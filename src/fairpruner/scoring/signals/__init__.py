@@ -37,6 +37,7 @@ __all__ = [
     "Context",
     "Deletion",
     "Random",
+    "Reconstruction",
     "Result",
     "RoutedTaylor",
     "RoutedTaylorExact",

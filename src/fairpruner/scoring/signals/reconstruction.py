@@ -1,5 +1,25 @@
-"""The removal signal that knows about repair: in what order units can go with the least error once the
-rest compensates.
+"""The removal signal that knows about repair: the order in which units can be removed with the least error if
+the kept units compensate (Optimal Brain Surgeon, applied to units).
+
+**The error of one removal.** Let C be the covariance of what consumers read and W the weights that read it.
+Without unit j, the best weights of the others are W_k - A_kj A_jj^-1 W_j with A = C^-1, and the squared error
+of the consumers' outputs grows by tr(W_j' A_jj^-1 W_j) = tr(G_jj A_jj^-1) with G = W W'.
+
+**The next removal.** The inverse covariance and the weights of the remaining units are
+
+    A <- A - A_:j A_jj^-1 A_j:         the block inverse without j
+    W <- W + g W_j                     with the gain g = -A_:j A_jj^-1, and -1 for j itself
+    G <- G + g h' + h g'               with h = G_:j + g G_jj / 2
+
+Example: C = [[2, 1], [1, 2]] and W = [1, 1]'. A = [[2, -1], [-1, 2]] / 3, so either removal costs
+1 / (2/3) = 1.5. Without unit 1 the gain of unit 0 is 1/2: its weight becomes 1.5, and A becomes
+2/3 - 1/6 = 1/2, the inverse of its variance. Removing it, too, costs 1.5^2 / (1/2) = 4.5. The total, 6, is
+the variance of the output, W' C W.
+
+**Blocks.** Each removal changes all of A and G, so J removals would read J times J^2 numbers. Instead only
+the diagonals are kept up to date. The columns U = A_:j A_jj^-1/2, g and h of the last removals are kept, and
+the columns that the next removal needs are computed from them. After some removals one matrix product
+updates A and G and drops the rows of the units that are gone.
 """
 
 from __future__ import annotations
@@ -15,173 +35,235 @@ from fairpruner.core.arrays import Floats
 from fairpruner.core.costs import predict
 from fairpruner.core.spaces import Spaces, UnitSpace
 from fairpruner.models.observing import positions_of
+from fairpruner.models.precision import widened
 from fairpruner.scoring.processes import Processes
 from fairpruner.scoring.signals.base import Accumulator, Context, Observation, Result, Signal
 
-# share of the units' mean variance that is added to each, so that redundant units leave the covariance
-# invertible
+# The share of the mean variance that is added to every variance, so that redundant units leave the covariance
+# invertible.
 DAMPING = 1e-6
+BLOCK_ROWS = 64  # rows that are removed between two updates of the matrices
 
 
 @dataclass(frozen=True)
 class Reconstruction(Signal):
-    """Greedy removal by the least squares error of what consumers compute, the kept units compensating
-    (Optimal Brain Surgeon).
+    """Greedy removal by the least squares error of what consumers compute, if the kept units compensate.
 
     A unit's score is the error summed up to its removal, divided by the FLOPs that one unit of the space
-    costs: sorting within a space gives the greedy order, and the rule `global`, which compares spaces,
-    spends FLOPs where they count.
+    costs. So sorting within a space gives the greedy order, and the rule `global`, which compares spaces,
+    spends FLOPs where they count. With `halves` the scores of two halves of the data are computed, too, at
+    three times the cost.
     """
 
     name: str = "reconstruction"
+    halves: bool = False
     needs: ClassVar[frozenset[Observation]] = frozenset({"activations"})
 
     def start(self, context: Context) -> Accumulator:
-        return _ReconstructionAccumulator(context)
+        return _ReconstructionAccumulator(context, parts=2 if self.halves else 1)
 
 
 class _ReconstructionAccumulator(Accumulator):
-    def __init__(self, context: Context) -> None:
-        self._context = context
-        self._moments = {space.name: _Moments(space) for space in context.spaces}
+    def __init__(self, context: Context, parts: int) -> None:
+        self._context, self._parts = context, parts
+        self._moments: dict[str, _Moments] = {}
 
     def see_activation(self, space: UnitSpace, activation: Tensor, labels: Tensor) -> None:
+        if space.name not in self._moments:
+            self._moments[space.name] = _Moments(space, self._parts)
         self._moments[space.name].update(activation)
 
     def join(self, processes: Processes) -> None:
-        for moments in self._moments.values():
-            moments.join(processes)
+        for space in self._context.spaces:  # a process may have seen no sample
+            self._moments.setdefault(space.name, _Moments(space, self._parts)).join(processes)
 
     def result(self) -> Result:
         scores, halves = {}, {}
         for space in self._context.spaces:
-            moments = self._moments[space.name]
-            weights = reading_gram(space, self._context.model, moments.width) / unit_flops(
-                space, self._context.spaces
-            )
-            scores[space.name] = greedy_errors(moments.covariance((0, 1)), weights, space.size)
-            halves[space.name] = np.stack(
-                [greedy_errors(moments.covariance((parity,)), weights, space.size) for parity in (0, 1)]
-            )
+            # Popped, so that a space's moments are freed once it is scored.
+            moments = self._moments.pop(space.name, None) or _Moments(space, self._parts)
+            weights = reading_gram(space, self._context.model, moments.width)
+            weights /= unit_flops(space, self._context.spaces)
+            if self._parts == 2:
+                halves[space.name] = np.stack(
+                    [greedy_errors(moments.covariance((part,)), weights, space.size) for part in (0, 1)]
+                )
+            scores[space.name] = greedy_errors(moments.covariance(range(self._parts)), weights, space.size)
         return Result(scores, halves)
 
 
 class _Moments:
-    """Sums of what consumers read and of its products, over the even and over the odd samples.
+    """Sums of what consumers read and of its products, over all samples, or over the even and the odd ones.
 
-    A unit of D features of its own, as the output of a head, fills D rows; positions of one map are
+    A unit with D features of its own, such as a head, fills D rows. The positions of a channel's map are
     further samples of one row.
     """
 
-    def __init__(self, space: UnitSpace) -> None:
-        self.width = columns(space)  # D
+    def __init__(self, space: UnitSpace, parts: int) -> None:
+        self.width = unit_width(space)  # D
         size = space.size * self.width
-        self._products = np.zeros((2, size, size))
-        self._sums = np.zeros((2, size))
-        self._rows = np.zeros(2)
+        self._products = torch.zeros(parts, size, size, dtype=torch.float64)
+        self._sums = torch.zeros(parts, size, dtype=torch.float64)
+        self._rows = np.zeros(parts)
         self._samples = 0
 
     def update(self, activation: Tensor) -> None:
-        rows = activation.unflatten(2, (self.width, -1)).flatten(1, 2)  # [N, J D, positions]
-        for parity in (0, 1):
-            own = rows[(parity - self._samples) % 2 :: 2].transpose(0, 1).flatten(1)  # [J D, rows]
-            own = own.double() if own.dtype == torch.float64 else own.float()
-            self._products[parity] += (own @ own.T).double().cpu().numpy()
-            self._sums[parity] += own.sum(1, dtype=torch.float64).cpu().numpy()
-            self._rows[parity] += own.shape[1]
+        rows = widened(activation.unflatten(2, (self.width, -1)).flatten(1, 2))  # [N, J D, positions]
+        parts = len(self._rows)
+        for part in range(parts):
+            own = rows[(part - self._samples) % parts :: parts].transpose(0, 1).flatten(1)  # [J D, rows]
+            # Computed where the activations are; summed in float64 on the CPU, since not all devices have it.
+            self._products[part] += (own @ own.T).cpu()
+            self._sums[part] += own.sum(1).cpu()
+            self._rows[part] += own.shape[1]
         self._samples += len(activation)
 
     def join(self, processes: Processes) -> None:
-        everybody = processes.gathered((self._products, self._sums, self._rows))
-        self._products, self._sums, self._rows = (
-            np.sum(parts, axis=0) for parts in zip(*everybody, strict=True)
-        )
+        self._products, self._sums = processes.summed(self._products), processes.summed(self._sums)
+        self._rows = np.sum(processes.gathered(self._rows), axis=0)
 
-    def covariance(self, parities: tuple[int, ...]) -> Floats:
-        """[J D, J D]; zero if there were no samples."""
-        chosen = list(parities)
+    def covariance(self, parts: range | tuple[int, ...]) -> Tensor:
+        """[J D, J D], of all or some parts of the samples; zero if there were none."""
+        chosen = list(parts)
         rows = max(self._rows[chosen].sum(), 1)
         mean = self._sums[chosen].sum(0) / rows
-        covariance: Floats = self._products[chosen].sum(0) / rows - np.outer(mean, mean)
-        return covariance
+        return torch.addr(self._products[chosen].sum(0).div_(rows), mean, mean, alpha=-1)
 
 
 def unit_flops(space: UnitSpace, spaces: Spaces) -> int:
-    """What the whole model saves by one unit of the space, at least 1."""
+    """The FLOPs that the whole model saves by one unit of the space, at least 1."""
     whole, without = (predict(spaces, removed)["flops"] for removed in ({}, {space.name: (0,)}))
     return max(int(whole - without), 1)
 
 
-def columns(space: UnitSpace) -> int:
-    """How many features of its own a unit has where it is observed: a head its size, a channel or hidden
-    unit one.
-    """
+def unit_width(space: UnitSpace) -> int:
+    """The number of rows of a unit where it is observed: a head has its size, other units have one."""
     owner = space.observed.owner
     return int(np.bincount(owner[owner >= 0]).max()) if space.kind == "head" else 1
 
 
-def reading_gram(space: UnitSpace, model: nn.Module, width: int) -> Floats:
-    """Products of the weights that read the units, over all consumers, [J D, J D]."""
+def reading_gram(space: UnitSpace, model: nn.Module, width: int) -> Tensor:
+    """W W' of the weights that read the units, summed over all consumers, float64 [J D, J D]."""
     tensors = dict(model.named_parameters(remove_duplicate=False))
-    gram = np.zeros((space.size * width, space.size * width))
+    gram = torch.zeros(space.size * width, space.size * width, dtype=torch.float64)
     for part in space.slices_of("read"):
-        rows = (
-            tensors[part.tensor].detach().movedim(part.dim, 0).flatten(1).double().cpu().numpy()
-        )  # [indices, R]
+        rows = widened(tensors[part.tensor].detach()).movedim(part.dim, 0).flatten(1).cpu()  # [indices, R]
         table = positions_of(part.owner, space.size)  # [J, indices of a unit]
         if table.shape[1] % width:
             continue  # reads the units in another form than the one observed
         for own in table.reshape(space.size, width, -1).transpose(2, 0, 1).reshape(-1, space.size * width):
-            values = rows[own] * (own >= 0)[:, None]  # [J D, R]
+            values = rows[own] * torch.from_numpy(own >= 0).to(rows)[:, None]  # [J D, R]
             gram += values @ values.T
     return gram
 
 
-def greedy_errors(covariance: Floats, weights: Floats, units: int) -> Floats:
-    """The summed error of the consumers' outputs as each unit goes, [J], from [J D, J D] moments of
-    inputs and of weights.
+def greedy_errors(covariance: Floats | Tensor, weights: Floats | Tensor, units: int) -> Floats:
+    """The error of the consumers' outputs, summed up to the removal of each unit in the greedy order, [J],
+    from C and G = W W', [J D, J D] each.
 
-    Each step removes the unit whose loss, W_j [C^-1]_jj^-1 W_j', is smallest, and lets the others take
-    over its part.
+    >>> greedy_errors(np.array([[2.0, 1.0], [1.0, 2.0]]), np.ones((2, 2)), 2).round(4).tolist()
+    [1.5, 6.0]
     """
-    width = len(covariance) // units
-    damping = DAMPING * np.trace(covariance) / len(covariance) or 1.0
-    inverse = torch.from_numpy(np.linalg.inv(covariance + damping * np.eye(len(covariance))))
-    gram = torch.from_numpy(weights.copy())
-    left, alive = (
-        np.arange(units),
-        np.ones(units, dtype=bool),
-    )  # the units whose rows the matrices hold, and which of them have not gone
-    score, total = np.zeros(units), 0.0
-    for _ in range(units):
-        if 4 * alive.sum() <= 3 * alive.size:  # rows of units that have gone cost time in every step
-            rows = torch.from_numpy(np.flatnonzero(np.repeat(alive, width)))
-            inverse, gram = inverse[rows][:, rows], gram[rows][:, rows]
-            left, alive = left[alive], alive[alive]
-        own = torch.linalg.inv(_diagonal(inverse, width))  # [units left, D, D]
-        errors = torch.where(
-            torch.from_numpy(alive), (own * _diagonal(gram, width).mT).sum((1, 2)), torch.inf
-        )
+    remaining = _Remaining(_damped_inverse(torch.as_tensor(covariance)), torch.as_tensor(weights), units)
+    scores, total = np.zeros(units), 0.0
+    while remaining.units:
+        unit, error = remaining.remove_next()
+        # Equal errors are told apart by the last bit, so that sorting the scores gives the order.
+        total = max(total + max(error, 0.0), float(np.nextafter(total, np.inf)))
+        scores[unit] = total
+    return scores
+
+
+def _damped_inverse(covariance: Tensor) -> Tensor:
+    damped = covariance.clone()
+    damped.diagonal().add_(DAMPING * float(damped.diagonal().mean()) or 1.0)
+    factor, info = torch.linalg.cholesky_ex(damped)
+    if int(info):  # rounding may leave a covariance of redundant units slightly indefinite
+        inverse: Tensor = torch.linalg.inv(damped)
+        return inverse
+    return torch.cholesky_inverse(factor, out=damped)  # over the old one, since wide spaces take gigabytes
+
+
+class _Remaining:
+    """The units that are left, with A and G as they were at the last update, and what has changed since."""
+
+    def __init__(self, inverse: Tensor, gram: Tensor, units: int) -> None:
+        self._width = len(inverse) // units
+        self._inverse, self._gram = inverse, gram  # A and G, [R, R] for R = remaining units * D
+        self._names = np.arange(units)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Take the diagonals of A and G, and forget the removals before."""
+        rows, capacity = len(self._inverse), max(BLOCK_ROWS, self._width)
+        self._alive = torch.ones(rows // self._width, dtype=torch.bool)
+        self._diagonal = _diagonal_blocks(self._inverse, self._width)  # [units, D, D], of A
+        self._weight = _diagonal_blocks(self._gram, self._width)  # of G
+        self._scaled, self._gains, self._carried = (
+            self._inverse.new_zeros(rows, capacity) for _ in range(3)
+        )  # U, g and h of the removals since the last update
+        self._used = 0
+
+    @property
+    def units(self) -> int:
+        return int(self._alive.sum())
+
+    def remove_next(self) -> tuple[int, float]:
+        """Remove the unit with the least error: its number and that error."""
+        errors = self._errors().masked_fill(~self._alive, torch.inf)
         position = int(errors.argmin())
-        # Ties are told apart by the last bit, so that the order survives sorting.
-        total = max(total + max(float(errors[position]), 0.0), float(np.nextafter(total, np.inf)))
-        score[left[position]], alive[position] = total, False
-        # What the kept units take over: W_k += gain W_j, with gain = -C^-1_kj [C^-1_jj]^-1.
-        gone = slice(position * width, (position + 1) * width)
-        gain = -inverse[:, gone] @ own[position]  # [rows, D]
-        gain[gone] = -torch.eye(width, dtype=gain.dtype)
-        inverse.addmm_(gain, inverse[gone].clone())
-        gram.addmm_(
-            torch.cat([gain, gram[:, gone] + gain @ gram[gone, gone]], 1), torch.cat([gram[gone], gain.T])
+        self._alive[position] = False
+        self._eliminate(slice(position * self._width, (position + 1) * self._width))
+        self._diagonal[position] = torch.eye(self._width)  # zero by now, and inverted with the others
+        unit = int(self._names[position])
+        if self._used + self._width > self._gains.shape[1]:
+            self._update()
+        return unit, float(errors[position])
+
+    def _errors(self) -> Tensor:
+        """tr(G_jj A_jj^-1) of each unit."""
+        if self._width == 1:
+            return (self._weight / self._diagonal).flatten()
+        inverses: Tensor = torch.linalg.inv(self._diagonal)
+        return (inverses * self._weight.mT).sum((1, 2))
+
+    def _eliminate(self, gone: slice) -> None:
+        used = self._used
+        scaled, gains, carried = (t[:, :used] for t in (self._scaled, self._gains, self._carried))
+        column = self._inverse[:, gone] - scaled @ scaled[gone].T  # A_:j as it is now, [R, D]
+        read = self._gram[:, gone] + gains @ carried[gone].T + carried @ gains[gone].T  # G_:j as it is now
+        factor = torch.linalg.cholesky(column[gone])  # A_jj = L L'
+        new_scaled = torch.linalg.solve_triangular(factor.mT, column, upper=True, left=False)  # A_:j L^-T
+        gain = -torch.linalg.solve_triangular(factor, new_scaled, upper=False, left=False)  # -A_:j A_jj^-1
+        gain[gone] = -torch.eye(self._width, dtype=gain.dtype)
+        new_carried = read + gain @ read[gone] / 2
+        self._diagonal -= _products(new_scaled, new_scaled, self._width)
+        mixed = _products(gain, new_carried, self._width)
+        self._weight += mixed + mixed.mT
+        self._scaled[:, used : used + self._width] = new_scaled
+        self._gains[:, used : used + self._width] = gain
+        self._carried[:, used : used + self._width] = new_carried
+        self._used += self._width
+
+    def _update(self) -> None:
+        """Apply the removals to A and G and drop the rows of the units that are gone."""
+        rows = self._alive.repeat_interleave(self._width).nonzero().flatten()
+        scaled, gains, carried = (
+            t[rows][:, : self._used] for t in (self._scaled, self._gains, self._carried)
         )
-        inverse[gone], inverse[:, gone] = 0.0, 0.0
-        inverse[gone, gone] = torch.eye(width, dtype=inverse.dtype)
-    return score
+        self._inverse = self._inverse[rows][:, rows].addmm_(scaled, scaled.T, alpha=-1)
+        self._gram = self._gram[rows][:, rows].addmm_(gains, carried.T).addmm_(carried, gains.T)
+        self._names = self._names[self._alive.numpy()]
+        self._begin()
 
 
-def _diagonal(matrix: Tensor, width: int) -> Tensor:
-    """The blocks on the diagonal, [J, D, D]."""
-    blocks: Tensor = (
-        matrix.unflatten(1, (-1, width)).unflatten(0, (-1, width)).diagonal(dim1=0, dim2=2).movedim(-1, 0)
-    )
+def _diagonal_blocks(matrix: Tensor, width: int) -> Tensor:
+    """The blocks on the diagonal, [R, R] -> [units, D, D]."""
+    blocks: Tensor = matrix.unflatten(1, (-1, width)).unflatten(0, (-1, width)).diagonal(dim1=0, dim2=2)
+    return blocks.movedim(-1, 0).clone()
+
+
+def _products(left: Tensor, right: Tensor, width: int) -> Tensor:
+    """left_i right_i' of each unit i, from [R, D] each: [units, D, D]."""
+    blocks: Tensor = left.unflatten(0, (-1, width)) @ right.unflatten(0, (-1, width)).mT
     return blocks
