@@ -21,7 +21,7 @@ from fairpruner.inputs.batches import read_batches
 from fairpruner.repair.tuning import tune
 from fairpruner.search import Search, make_candidates, useful_removals
 from fairpruner.search.candidates import is_stream
-from fairpruner.search.judging import distance
+from fairpruner.search.judging import Judge
 from fairpruner.search.parts import split
 
 CPU = torch.device("cpu")
@@ -99,17 +99,26 @@ def test_the_distance_is_the_divergence_of_the_predictions() -> None:
     rows = torch.cat([inputs for inputs, _ in data])
     wanted, found = (net(rows).detach().double().softmax(1).numpy() for net in (model, other))
     expected = np.mean([entropy(p, q) for p, q in zip(wanted, found, strict=True)])
-    assert distance(other, model, data, CPU, logits=True) == pytest.approx(expected, rel=1e-6)
-    assert distance(model, model, data, CPU, logits=True) == 0.0
+    assert Judge(model, data, logits=True).distance(other) == pytest.approx(expected, rel=1e-6)
+    assert Judge(model, data, logits=True).distance(model) == 0.0
     mine, theirs = (net(rows).detach() for net in (other, model))
     error = float((mine - theirs).square().sum() / theirs.square().sum())
-    assert distance(other, model, data, CPU, logits=False) == pytest.approx(error, rel=1e-6)
+    assert Judge(model, data, logits=False).distance(other) == pytest.approx(error, rel=1e-6)
+
+
+def test_the_original_runs_once_for_all_that_are_judged() -> None:
+    model, other = nn.Linear(3, 4), nn.Linear(3, 4)
+    runs: list[int] = []
+    model.register_forward_pre_hook(lambda module, args: runs.append(len(args[0])))
+    judge = Judge(model, [(torch.randn(size, 3), torch.zeros(size)) for size in (5, 2)], logits=True)
+    assert judge.distance(other) == judge.distance(copy.deepcopy(other)) > 0
+    assert runs == [5, 2]
 
 
 def test_a_model_that_gives_nan_is_infinitely_far() -> None:
     model, broken = nn.Linear(3, 4), nn.Linear(3, 4)
     nn.init.constant_(broken.bias, torch.nan)
-    assert distance(broken, model, [(torch.randn(5, 3), torch.zeros(5))], CPU, logits=True) == np.inf
+    assert Judge(model, [(torch.randn(5, 3), torch.zeros(5))], logits=True).distance(broken) == np.inf
 
 
 def test_candidates_differ_keep_the_budget_and_predict_what_they_cost() -> None:
@@ -162,7 +171,7 @@ def test_the_nearest_to_the_original_is_kept(digits: Any, tmp_path: Path) -> Non
     # What a search finds beats the paper's method, repaired or not, on samples that nothing has seen.
     paper, its_plan = fp.prune(model, data, keep=fp.Budget("flops", 0.4), preset="paper")
     mended = fp.repair(paper, model, its_plan, data, method="sequential")
-    found, *others = (distance(net, model, unseen, CPU, logits=True) for net in (small, paper, mended))
+    found, *others = (Judge(model, unseen, logits=True).distance(net) for net in (small, paper, mended))
     assert found < min(others)
     plan.save(tmp_path / "plan.json")
     assert fp.Plan.load(tmp_path / "plan.json").tried == plan.tried
@@ -230,9 +239,8 @@ def test_tuning_brings_unseen_samples_nearer_and_leaves_no_trace(digits: Any) ->
     tuned = copy.deepcopy(small)
     tuned.head.weight.requires_grad_(False)
     tune(tuned, model, lambda: read_batches(data, CPU), epochs=4)
-    assert distance(tuned, model, unseen, CPU, logits=True) < 0.8 * distance(
-        small, model, unseen, CPU, logits=True
-    )
+    judge = Judge(model, unseen, logits=True)
+    assert judge.distance(tuned) < 0.8 * judge.distance(small)
     assert [name for name, p in tuned.named_parameters() if not p.requires_grad] == ["head.weight"]
     assert all(p.grad is None for p in tuned.parameters())
     assert not any(module._forward_hooks for net in (model, tuned) for module in net.modules())

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from fairpruner.allocation import allocate
+from fairpruner.allocation import KINDS_OF_METRIC, allocate
 from fairpruner.allocation.composition import compose, remaining
 from fairpruner.core.budget import Budget
 from fairpruner.core.plan import Plan
@@ -119,6 +119,8 @@ def _searched(
     model: nn.Module, data: Iterable[Any], spaces: Spaces, search: Search, options: Options
 ) -> tuple[nn.Module, Plan]:
     """The best smaller model that a search finds, over all that `options` leave open."""
+    if search.keep.metric in KINDS_OF_METRIC:  # other kinds of units stay whole anyway
+        spaces = spaces.only(kinds=KINDS_OF_METRIC[search.keep.metric])
     first = next(read_batches(data, device_of_model(model)))
     scoring, limits = dict(options["score"]), {"exact": True, **options["allocate"]}
     if scoring.get("removal") is None:

@@ -23,7 +23,7 @@ from fairpruner.models.devices import device_of_model
 from fairpruner.repair import Note, repair
 from fairpruner.repair.tuning import tune
 from fairpruner.search.candidates import Candidate
-from fairpruner.search.judging import distance
+from fairpruner.search.judging import Judge
 from fairpruner.search.parts import JUDGED, SHARES, Part, split
 from fairpruner.surgery import cut
 from fairpruner.terminal import announce
@@ -33,7 +33,7 @@ SCORING = 3  # passes that the scores took: one forward and one backward
 FINALISTS = 3
 PASSES = {"sequential": 6}  # that a repair costs; one for any other method
 FITTING = (JUDGED - 1) / JUDGED  # share of the samples that repairs look at
-JUDGING = 2 / JUDGED  # passes: both models run over the other samples
+JUDGING = 1 / JUDGED  # passes: the cut model runs over the other samples; the original did so once
 MOST_EPOCHS = 60  # of tuning; more changed nothing
 
 
@@ -77,7 +77,9 @@ def choose(
     The plan's `tried` tells of all that were compared. `notes` gets the notes of the chosen one's repair.
     """
     device = device_of_model(model)
-    bench = _Bench(model, *split(data, device), device, search)
+    fitting, judging = split(data, device)
+    judge = Judge(model, judging, logits=search.loss is None)
+    bench = _Bench(model, fitting, judge, device, search)
     cost = max(search.passes(candidate.plan) for candidate in candidates) + JUDGING
     left = float(search.effort - SCORING)
     finalists, shares = _affordable(candidates, cost, left / 3)
@@ -131,11 +133,11 @@ class _Repaired:
 
 @dataclass(frozen=True, eq=False)
 class _Bench:
-    """The original, the samples to repair on and those to judge with, and what was tried so far."""
+    """The original, the samples to repair on, who judges, and what was tried so far."""
 
     model: nn.Module
     fitting: Part
-    judging: Part
+    judge: Judge
     device: torch.device
     search: Search
     trials: list[Trial] = field(default_factory=list)
@@ -157,6 +159,8 @@ class _Bench:
         small = copy.deepcopy(one.small)
         with torch.inference_mode(False), evaluating(self.model), evaluating(small):
             notes = tune(small, self.model, lambda: read_batches(self.fitting, self.device), epochs=epochs)
+        if all(note.outcome == "skipped" for note in notes):
+            return one
         return self._judged(one.candidate, small, f"{one.method}+tune", (*one.notes, *notes), self.fitting)
 
     def table(self, least: float) -> tuple[Trial, ...]:
@@ -168,7 +172,7 @@ class _Bench:
     def _judged(
         self, candidate: Candidate, small: nn.Module, method: str, notes: Sequence[Note], part: Part
     ) -> _Repaired:
-        found = distance(small, self.model, self.judging, self.device, logits=self.search.loss is None)
+        found = self.judge.distance(small)
         kept = candidate.plan.share(self.search.keep.counted_in)
         made = candidate.removal, candidate.rule, candidate.spaces
         self.trials.append(Trial(*made, method, part.samples, kept, found))
