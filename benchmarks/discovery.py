@@ -1,8 +1,8 @@
-"""How long discovery takes, verification included, as a multiple of one forward pass over the same
-example.
+"""How long discovery takes, its check included: as a multiple of one forward pass over the same example,
+and over the depth of a chain of linear maps, which should grow linearly.
 
-    python benchmarks/discovery.py            # ResNet-50 at 224 px, and others
-    python benchmarks/discovery.py resnet50   # just one
+    python benchmarks/discovery.py            # ResNet-50 at 224 px and others, and the chains
+    python benchmarks/discovery.py resnet50   # just one model, and the chains
 
 Writes benchmarks/results/discovery.json.
 """
@@ -23,6 +23,7 @@ import fairpruner as fp
 
 MODELS = ("resnet50", "vgg16_bn", "mobilenet_v2", "densenet121", "convnext_tiny")
 REPEATS = 5
+DEPTHS = (250, 1000, 2000)
 
 
 def seconds(action: object) -> float:
@@ -53,6 +54,15 @@ def measure(name: str) -> dict[str, object]:
     }
 
 
+def chain(depth: int) -> dict[str, object]:
+    """Processor seconds that discovery takes for a chain of small linear maps."""
+    model = torch.nn.Sequential(*(m for _ in range(depth) for m in (torch.nn.Linear(8, 8), torch.nn.ReLU())))
+    start = time.process_time()
+    fp.discover(model, torch.randn(1, 8))
+    spent = time.process_time() - start
+    return {"depth": depth, "processor_s": spent, "processor_ms_per_map": 1000 * spent / depth}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -64,6 +74,13 @@ def main() -> None:
             f"{row['model']:16} {row['forwards']:6.1f} forward passes ({row['discovery_s']:.2f} s),"
             f" {row['spaces']} spaces, {row['units']} units"
         )
+    chain(10)  # loads what discovery needs
+    chains = [chain(depth) for depth in DEPTHS]
+    for row in chains:
+        print(
+            f"chain of {row['depth']:5} maps {row['processor_s']:6.1f} s of one processor,"
+            f" {row['processor_ms_per_map']:.1f} ms for each"
+        )
     results = Path(__file__).parent / "results" / "discovery.json"
     results.parent.mkdir(exist_ok=True)
     results.write_text(
@@ -72,6 +89,7 @@ def main() -> None:
                 "command": " ".join(["python benchmarks/discovery.py", *sys.argv[1:]]),
                 "threads": torch.get_num_threads(),
                 "rows": rows,
+                "chains": chains,
             },
             indent=2,
         )

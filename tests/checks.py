@@ -13,7 +13,7 @@ from torch import nn
 import fairpruner as fp
 from fairpruner.core.tod import removal_order
 from fairpruner.discovery.lively import lively
-from fairpruner.models.calling import call, tensors_of
+from fairpruner.models.calling import call, output_tensors
 from fairpruner.models.narrowing import copy_with
 
 IN_FLOAT64 = 1e-8
@@ -27,7 +27,7 @@ def doubled(example: Any) -> Any:
 
 def outputs(model: nn.Module, example: Any) -> list[torch.Tensor]:
     with torch.no_grad():
-        return [t for t in tensors_of(call(model.eval(), example)) if t.is_floating_point()]
+        return [t for t in output_tensors(call(model.eval(), example)) if t.is_floating_point()]
 
 
 def difference(a: nn.Module, b: nn.Module, example: Any) -> float:

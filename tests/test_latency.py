@@ -344,7 +344,7 @@ def test_a_table_predicts_cuts_it_has_never_seen() -> None:
 
 def work_of(net: nn.Module) -> list[int]:
     """MACs of every operation, in order."""
-    return [cost.macs for cost in trace(net, torch.rand(1, 1, 8, 8)).costs]
+    return [cost.macs for cost in trace(net, [torch.rand(1, 1, 8, 8)]).costs]
 
 
 def test_a_real_table_of_a_small_net_says_how_it_was_made(tmp_path: Path) -> None:

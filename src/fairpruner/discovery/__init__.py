@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from fairpruner.core.spaces import CostModel, Factor, Spaces, Term, UnitSpace
-from fairpruner.discovery.assemble import as_data_flows, assemble
+from fairpruner.discovery.assemble import as_data_flows, assemble, module_of
 from fairpruner.discovery.costing import cost_model, operation_terms
 from fairpruner.discovery.couple import couple
 from fairpruner.discovery.routed import aligned, expert_space
@@ -19,15 +19,23 @@ from fairpruner.models.experts import expert_blocks, plain_experts, unsupported_
 from fairpruner.models.fingerprint import fingerprint
 from fairpruner.models.supported import check_has_numbers
 
+UNUSED = "the example does not use it; to include it, discover with more_examples=[…] that do"
+
 
 def discover(
-    model: nn.Module, example: Any, *, kinds: Sequence[str] | None = None, skip: Sequence[str] = ()
+    model: nn.Module,
+    example: Any,
+    *,
+    more_examples: Sequence[Any] = (),
+    kinds: Sequence[str] | None = None,
+    skip: Sequence[str] = (),
 ) -> Spaces:
     """Find what can be removed from a model, by one forward pass over `example` and a check of every
     space found.
 
-    `kinds` limits the search to some of `channel`, `hidden`, `head`, `expert`; `skip` names spaces,
-    modules or patterns to leave alone.
+    A model with several branches may need `more_examples` that reach them: spaces are found and checked on
+    all examples, and costs are those of the first. `kinds` limits the search to some of `channel`,
+    `hidden`, `head`, `expert`; `skip` names spaces, modules or patterns to leave alone.
 
     >>> import torch
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -37,59 +45,54 @@ def discover(
     """
     check_has_numbers(model)
     with plain_experts(model):
-        return _discover(model, example, kinds, skip)
+        return _discover(model, [example, *more_examples], kinds, skip)
 
 
-def _discover(model: nn.Module, example: Any, kinds: Sequence[str] | None, skip: Sequence[str]) -> Spaces:
+def _discover(
+    model: nn.Module, examples: Sequence[Any], kinds: Sequence[str] | None, skip: Sequence[str]
+) -> Spaces:
     blocks = expert_blocks(model)
-    experts = [expert_space(model, block, example) for block in blocks]
+    experts = [expert_space(model, block, examples[0]) for block in blocks]
     whole = {
         space.name: f"routing needs all of its {space.size} experts"
         for space in experts
         if space.min_keep == space.size
     }
     removable = [space for space in experts if space.name not in whole]
-    seen = trace(model, example, removable)
+    seen = trace(model, examples, removable)
     assembled, fixed = assemble(seen, model)
     found = [aligned(space, {block.experts for block in blocks}) for space in assembled]
-    left_out = {**fixed, **whole, **unsupported_experts(model)}
+    unused = {module_of(name): UNUSED for name in seen.unmet}
+    left_out = {**unused, **fixed, **whole, **unsupported_experts(model)}
     chosen = Spaces(
         tuple(as_data_flows((*found, *removable), seen)), left_out, CostModel((), (), ()), fingerprint(model)
     ).only(kinds, skip)
-    left_out = dict(chosen.left_out)
-    sound, failed = _proven(model, example, chosen.items)
-    left_out |= failed
+    sound, failed = _sound(model, examples, chosen.items)
+    left_out = {**chosen.left_out, **failed}
     if not sound:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in list(left_out.items())[:5])
         raise FairprunerError(
-            f"There is nothing to prune in {type(model).__name__}: "
-            + (
-                "; ".join(f"{n}: {r}" for n, r in list(left_out.items())[:5])
-                or "no weight writes what another reads"
-            )
-            + "."
+            f"There is nothing to prune in {type(model).__name__}:"
+            f" {reasons or 'no weight writes what another reads'}."
         )
     return Spaces(tuple(sound), left_out, cost_model(seen, sound, model), chosen.fingerprint)
 
 
-def _proven(
-    model: nn.Module, example: Any, spaces: Sequence[UnitSpace]
+def _sound(
+    model: nn.Module, examples: Sequence[Any], spaces: Sequence[UnitSpace]
 ) -> tuple[list[UnitSpace], dict[str, str]]:
-    """The spaces whose cut was seen to be right, some of them coupled to be so, and name -> reason for
-    the others.
-    """
-    failed = verify(model, example, spaces)
+    """The spaces whose cut is right, some of them coupled for that, and name -> reason for the others."""
+    failed = verify(model, examples, spaces)
+    sound = [space for space in spaces if space.name not in failed]
     coupled = couple([space for space in spaces if space.name in failed and space.kind != "expert"])
-    wrong = verify(model, example, [space for space, _ in coupled])
-    right = {space.name: space for space, _ in coupled if space.name not in wrong}
-    absorbed = {name for space, names in coupled if space.name in right for name in names}
-    sound = [
-        right.get(space.name, space) for space in spaces if space.name in right or space.name not in failed
-    ]
-    left_out = {name: reason for name, reason in failed.items() if name not in absorbed}
-    if right:  # seen to be right alone: now once more among all
-        late = verify(model, example, sound)
-        sound, left_out = [space for space in sound if space.name not in late], left_out | late
-    return sound, left_out
+    if coupled:
+        joined = {space.name: space for space, _ in coupled}
+        again = [joined.get(space.name, space) for space in spaces if space.name in joined or space in sound]
+        wrong = verify(model, examples, again)
+        sound = [space for space in again if space.name not in wrong]
+        absorbed = {name for space, names in coupled if space.name not in wrong for name in names}
+        failed = {name: reason for name, reason in {**wrong, **failed}.items() if name not in absorbed}
+    return sound, failed
 
 
 def operation_costs(model: nn.Module, example: Any, spaces: Spaces) -> tuple[list[Factor], list[Term]]:
@@ -103,4 +106,4 @@ def operation_costs(model: nn.Module, example: Any, spaces: Spaces) -> tuple[lis
     [32, 16]
     """
     experts = [space for space in spaces if space.kind == "expert"]
-    return operation_terms(trace(model, example, experts), spaces.items)
+    return operation_terms(trace(model, [example], experts), spaces.items)

@@ -19,7 +19,8 @@ from fairpruner.discovery.experts import ExpertLists
 from fairpruner.discovery.ids import Axis, Partition
 from fairpruner.discovery.recorder import Recorder, SizeAttribute, flat
 from fairpruner.discovery.rules import Operation, rule_for
-from fairpruner.models.calling import call_checked, evaluating, tensors_of
+from fairpruner.errors import FairprunerError
+from fairpruner.models.calling import call_checked, evaluating, output_tensors
 
 OUTPUT = "reaches the model's output"
 
@@ -40,6 +41,7 @@ class Trace:
     partition: Partition
     costs: tuple[OperationCost, ...]
     size_attributes: tuple[SizeAttribute, ...]
+    unmet: tuple[str, ...]  # parameters that no operation used
 
 
 class ShadowMode(TorchDispatchMode):
@@ -66,20 +68,33 @@ class ShadowMode(TorchDispatchMode):
         return out
 
 
-def trace(model: nn.Module, example: Any, experts: Sequence[UnitSpace] = ()) -> Trace:
-    """Run the model once on the example and follow the indices of every parameter through it, except
-    which expert they belong to.
+def trace(model: nn.Module, examples: Sequence[Any], experts: Sequence[UnitSpace] = ()) -> Trace:
+    """Run the model once on each example and follow the indices of every parameter through it, except
+    which expert they belong to. Costs are those of the first example.
     """
     lists = ExpertLists(model, experts)
     recorder = Recorder(model, lists)
-    mode = ShadowMode(recorder, lists)
-    with evaluating(model), torch.no_grad(), _watching_modules(recorder, lists), mode:
-        output = call_checked(model, example)
-    for tensor in tensors_of(output):
-        recorder.algebra.lock(recorder.shadow(tensor), OUTPUT)
+    costs: list[OperationCost] = []
+    for position, example in enumerate(examples):
+        mode = ShadowMode(recorder, lists)
+        with evaluating(model), torch.no_grad(), _watching_modules(recorder, lists), mode:
+            output = call_checked(model, example)
+        outputs = list(output_tensors(output))
+        if not outputs:
+            raise FairprunerError(
+                f"The output of {type(model).__name__} on the example holds no tensor: found"
+                f" {type(output).__name__}. A cut is checked by its output, so let the model return tensors."
+            )
+        for tensor in outputs:
+            recorder.algebra.lock(recorder.shadow(tensor), OUTPUT)
+        costs = mode.costs if position == 0 else costs
     axes = recorder.finish_experts(model)
-    costs = tuple(_shared_out(cost, lists, axes) for cost in mode.costs)
-    return Trace(recorder.ids.partition(), costs, tuple(recorder.size_attributes))
+    return Trace(
+        recorder.ids.partition(),
+        tuple(_shared_out(cost, lists, axes) for cost in costs),
+        tuple(recorder.size_attributes),
+        tuple(recorder.unmet(model)),
+    )
 
 
 def _shared_out(cost: OperationCost, lists: ExpertLists, axes: dict[str, Axis]) -> OperationCost:

@@ -1,8 +1,15 @@
-"""The check of every space: on the example, the masked model and the cut model compute the same."""
+"""The check of every space: on the examples, the masked model and the cut model compute the same.
+
+All spaces are checked together. If that fails, the module that fails points to the spaces at fault, and
+these are set aside, together with spaces of the same form elsewhere in the model. Those set aside are tried
+again later, one form at a time, so that a fault repeated in fifty blocks costs a few forward passes.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -16,8 +23,9 @@ from fairpruner.core.spaces import UnitSpace
 from fairpruner.core.tod import removal_order
 from fairpruner.discovery.failing import first_line, raise_if_out_of_memory
 from fairpruner.discovery.lively import lively_weights
-from fairpruner.models.calling import call, in_eval_mode, tensors_of
-from fairpruner.models.narrowing import Change, copy_with, cut_units, mask_units
+from fairpruner.discovery.watching import Visits, first_difference, watching_modules
+from fairpruner.models.calling import call, in_eval_mode, output_tensors
+from fairpruner.models.narrowing import copy_with, cut_units, mask_units
 
 # A right cut differs by rounding alone. float32 is fast and decides nearly always; where it does not,
 # float64 does. A model that runs in neither is tried in its own type.
@@ -26,41 +34,89 @@ PRECISIONS: tuple[tuple[torch.dtype | None, float], ...] = (
     (torch.float64, 1e-9),
     (None, 1e-2),
 )
+FAILURES = 3  # so often spaces of one form are tried again before the rest of the form is left out
 
 Removed = dict[str, Ints]
 
 
-def verify(model: nn.Module, example: Any, spaces: Sequence[UnitSpace]) -> dict[str, str]:
-    """Name -> reason for each space whose cut fails or differs from its mask. All spaces are tried
-    together first, then by halves.
-    """
-    check = Check(model, example, spaces)
-    failed = _failing(check, spaces)
-    while failed:
-        sound = [s for s in spaces if s.name not in failed]
-        reason = check.difference(sound)
-        if not reason:
-            break
-        # Right one by one, wrong together: leave out the first space with which the earlier ones fail.
-        good, bad = 0, len(sound)
-        while bad - good > 1:
-            middle = (good + bad) // 2
-            good, bad = (good, middle) if check.difference(sound[:middle]) else (middle, bad)
-        failed[sound[bad - 1].name] = f"together with others, {reason}"
+@dataclass(frozen=True)
+class Failure:
+    """Why mask and cut do not agree, and the path of the module where that shows, if one does."""
+
+    reason: str
+    path: str | None = None
+
+
+def verify(model: nn.Module, examples: Sequence[Any], spaces: Sequence[UnitSpace]) -> dict[str, str]:
+    """Name -> reason for each space whose cut fails or differs from its mask."""
+    check = Check(model, examples, spaces)
+    sound, aside = list(spaces), set[str]()
+    while sound and (failure := check.failure(sound)):
+        blamed = _blamed(failure, sound) or [_first_failing(check, [], sound, failure)[0]]
+        forms = {_form(space) for space in blamed}
+        aside |= {space.name for space in sound if _form(space) in forms}
+        sound = [space for space in sound if space.name not in aside]
+    failed: dict[str, str] = {}
+    for form in dict.fromkeys(_form(space) for space in spaces if space.name in aside):
+        again = [space for space in spaces if space.name in aside and _form(space) == form]
+        failed |= _still_failing(check, sound, again)
+        sound += [space for space in again if space.name not in failed]
     return failed
 
 
-def _failing(check: Check, part: Sequence[UnitSpace]) -> dict[str, str]:
-    reason = check.difference(part)
-    if not reason or len(part) == 1:
-        return {part[0].name: reason} if reason else {}
-    return _failing(check, part[: len(part) // 2]) | _failing(check, part[len(part) // 2 :])
+def _still_failing(check: Check, sound: Sequence[UnitSpace], again: Sequence[UnitSpace]) -> dict[str, str]:
+    """Name -> reason for those spaces of one form that fail together with the sound ones."""
+    failed: dict[str, str] = {}
+    while failure := check.failure([*sound, *(rest := [s for s in again if s.name not in failed])]):
+        if len(failed) == FAILURES:
+            first = next(iter(failed))
+            return failed | {space.name: f"like {first}, {failed[first]}" for space in rest}
+        blamed = _blamed(failure, rest)
+        alone = check.failure([*sound, *blamed]) if 0 < len(blamed) < len(rest) else None
+        space, reason = _first_failing(check, sound, *((blamed, alone) if alone else (rest, failure)))
+        failed[space.name] = reason
+    return failed
+
+
+def _first_failing(
+    check: Check, sound: Sequence[UnitSpace], spaces: Sequence[UnitSpace], failure: Failure
+) -> tuple[UnitSpace, str]:
+    """Of spaces that fail together: the first with which the earlier ones fail, and the reason."""
+    good, bad = 0, len(spaces)
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        earlier = check.failure([*sound, *spaces[:middle]])
+        good, bad, failure = (good, middle, earlier) if earlier else (middle, bad, failure)
+    return spaces[bad - 1], failure.reason
+
+
+def _blamed(failure: Failure, spaces: Sequence[UnitSpace]) -> list[UnitSpace]:
+    """The spaces with slices in the module where a failure shows, or else in the nearest one around it.
+    Slices that write there are not at fault.
+    """
+    path = failure.path
+    while path:
+        inside = [
+            space
+            for space in spaces
+            if any(f"{s.tensor}.".startswith(f"{path}.") for s in space.slices if s.role != "write")
+        ]
+        if inside:
+            return inside
+        path = path.rpartition(".")[0]
+    return []
+
+
+def _form(space: UnitSpace) -> tuple[object, ...]:
+    """What spaces at corresponding places of repeated blocks have in common: names without numbers."""
+    parts = {(re.sub(r"\d+", "#", part.tensor), part.dim, part.role) for part in space.slices}
+    return (space.kind, *sorted(parts))
 
 
 class Check:
     """Compares mask and cut. Each space loses a random number of units, up to two thirds of them."""
 
-    def __init__(self, model: nn.Module, example: Any, spaces: Sequence[UnitSpace]) -> None:
+    def __init__(self, model: nn.Module, examples: Sequence[Any], spaces: Sequence[UnitSpace]) -> None:
         rng = np.random.default_rng(0)
         # All spaces together, then every other one. Neighbours often share a tensor that the code splits
         # in equal parts, and must not pass because both happen to lose the same number.
@@ -68,38 +124,54 @@ class Check:
             {space.name: _drawn(space, rng, odd) for space in some}
             for odd, some in ((False, spaces), (True, spaces[1::2]), (True, spaces[::2]))
         ]
-        self._example = example
+        self._examples = examples
         self._model = model
         self._lively = cache(partial(lively_weights, model))
-        self._runs = cache(partial(_runs, model, example))
+        self._runs = cache(self._whole_model_runs)
 
-    def difference(self, spaces: Sequence[UnitSpace]) -> str:
-        """Why mask and cut do not agree, or nothing."""
-        wanted = [{s.name: removed[s.name] for s in spaces if s.name in removed} for removed in self._rounds]
-        return next(
-            (reason for removed in wanted if removed and (reason := self._disagreement(spaces, removed))), ""
-        )
+    def failure(self, spaces: Sequence[UnitSpace]) -> Failure | None:
+        """Why mask and cut of these spaces do not agree, or nothing."""
+        for drawn in self._rounds:
+            removed = {space.name: drawn[space.name] for space in spaces if space.name in drawn}
+            for position in range(len(self._examples)) if removed else ():
+                failure = self._disagreement(spaces, removed, position)
+                if failure is not None:
+                    return failure
+        return None
 
-    def _disagreement(self, spaces: Sequence[UnitSpace], removed: Removed) -> str:
-        reason = ""
+    def _disagreement(self, spaces: Sequence[UnitSpace], removed: Removed, position: int) -> Failure | None:
+        failure = None
         for dtype, tolerance in PRECISIONS:
-            weights = self._lively(dtype)
-            inputs = _cast(self._example, dtype)
+            weights, inputs = self._lively(dtype), _cast(self._examples[position], dtype)
+            visits = Visits()
             try:
                 # The cut model is freed before the masked one is built.
-                small = _outputs(cut_units(self._model, spaces, removed, weights=weights), inputs)
+                small = _outputs(cut_units(self._model, spaces, removed, weights=weights), inputs, visits)
             except Exception as error:  # the user's code may raise anything when sizes change
                 raise_if_out_of_memory(error, self._model)
-                reason = f"a cut model cannot run: {first_line(error)}"
-                if self._runs(dtype, weights):
+                failure = Failure(f"a cut model cannot run: {first_line(error)}", visits.running)
+                if self._runs(dtype, position):
                     break
                 continue
-            reason = _compare(
-                _outputs(mask_units(self._model, spaces, removed, weights=weights), inputs), small, tolerance
-            )
-            if not reason or dtype is torch.float64:
+            other = Visits()
+            masked = _outputs(mask_units(self._model, spaces, removed, weights=weights), inputs, other)
+            reason = _compare(masked, small, tolerance)
+            if not reason:
+                return None
+            failure = Failure(reason, first_difference(other, visits, 10 * tolerance))
+            if dtype is torch.float64:
                 break
-        return reason
+        return failure
+
+    def _whole_model_runs(self, dtype: torch.dtype | None, position: int) -> bool:
+        """Whether the uncut model runs in this type at all."""
+        try:
+            model = copy_with(self._model, self._lively(dtype))
+            _outputs(model, _cast(self._examples[position], dtype), Visits())
+        except Exception as error:  # the user's code may raise anything in another type
+            raise_if_out_of_memory(error, self._model)
+            return False
+        return True
 
 
 def _drawn(space: UnitSpace, rng: np.random.Generator, odd: bool) -> Ints:
@@ -118,25 +190,15 @@ def _drawn(space: UnitSpace, rng: np.random.Generator, odd: bool) -> Ints:
     return np.concatenate([early[:from_early], late[: depth - from_early]])
 
 
-def _runs(model: nn.Module, example: Any, dtype: torch.dtype | None, weights: Change) -> bool:
-    """Whether the uncut model runs in this type at all."""
-    try:
-        _outputs(copy_with(model, weights), _cast(example, dtype))
-    except Exception as error:  # the user's code may raise anything in another type
-        raise_if_out_of_memory(error, model)
-        return False
-    return True
-
-
 def _cast(example: Any, dtype: torch.dtype | None) -> Any:
     return tree_map_only(
         torch.Tensor, lambda t: t.to(dtype) if dtype is not None and t.is_floating_point() else t, example
     )
 
 
-def _outputs(model: nn.Module, inputs: Any) -> list[torch.Tensor]:
-    with in_eval_mode(model), torch.no_grad():
-        return list(tensors_of(call(model, inputs)))
+def _outputs(model: nn.Module, inputs: Any, visits: Visits) -> list[torch.Tensor]:
+    with in_eval_mode(model), torch.no_grad(), watching_modules(model, visits):
+        return list(output_tensors(call(model, inputs)))
 
 
 def _compare(masked: list[torch.Tensor], small: list[torch.Tensor], tolerance: float) -> str:
@@ -145,11 +207,12 @@ def _compare(masked: list[torch.Tensor], small: list[torch.Tensor], tolerance: f
             f"a cut changes the output's shape from {[tuple(t.shape) for t in masked]} to"
             f" {[tuple(t.shape) for t in small]}"
         )
-    for a, b in zip(masked, small, strict=True):
-        if not a.is_floating_point() or not a.numel():
-            continue
+    pairs = [(a, b) for a, b in zip(masked, small, strict=True) if a.is_floating_point() and a.numel()]
+    if not pairs:
+        return "the output on the example holds no real numbers, so a cut cannot be checked"
+    for a, b in pairs:
         if not a.isfinite().all():
-            return "the output on the example is not finite, so that nothing can be verified"
+            return "the output on the example is not finite, so a cut cannot be checked"
         difference, scale = float((a - b).abs().max()), float(a.abs().max())
         if not difference <= tolerance * scale:
             return f"mask and cut differ by {difference:.2g} where the output is {scale:.2g}"

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -79,9 +80,7 @@ def describe(value: Any) -> str:
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor inside an output or an example, in order; objects that are no plain container, such as
-    a cache, are not looked into.
-    """
+    """Every tensor inside plain containers and dataclasses, in order."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -92,6 +91,39 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_of(item)
     elif is_dataclass(value) and not isinstance(value, type):
         yield from tensors_of([getattr(value, f.name) for f in fields(value)])
+
+
+def output_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor that a caller can reach in a model's output, attributes of its objects included.
+
+    A cache is passed over: the model hands it to its own next call, so its width may shrink with the model.
+
+    >>> from types import SimpleNamespace
+    >>> [tuple(t.shape) for t in output_tensors({"a": SimpleNamespace(b=[torch.zeros(2)])})]
+    [(2,)]
+    """
+    yield from _output_tensors(value, set())
+
+
+def _output_tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    if id(value) in seen or isinstance(value, (type, ModuleType, FunctionType, nn.Module)):
+        return
+    seen.add(id(value))
+    if any(base.__name__.endswith("Cache") for base in type(value).__mro__):
+        return
+    if isinstance(value, Mapping):
+        items = list(value.values())
+    elif isinstance(value, (tuple, list, set, frozenset)):
+        items = list(value)
+    else:
+        slots = [name for base in type(value).__mro__ for name in getattr(base, "__slots__", ())]
+        items = [getattr(value, name, None) for name in slots if isinstance(name, str)]
+        items += getattr(value, "__dict__", {}).values()
+    for item in items:
+        yield from _output_tensors(item, seen)
 
 
 @contextmanager

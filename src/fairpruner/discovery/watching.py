@@ -1,0 +1,62 @@
+"""Which module of a model runs, and what each returned: where a cut goes wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+Summary = tuple[torch.Size, float]  # shape and sum of magnitudes of an output
+
+
+@dataclass
+class Visits:
+    """The modules that a forward pass has entered and not left, and a summary of what the others returned."""
+
+    entered: list[str] = field(default_factory=list)
+    returned: list[tuple[str, Summary]] = field(default_factory=list)
+
+    @property
+    def running(self) -> str | None:
+        """The innermost module that was entered and not left: after an exception, the one that raised it."""
+        return self.entered[-1] if self.entered else None
+
+
+@contextmanager
+def watching_modules(model: nn.Module, visits: Visits) -> Iterator[None]:
+    """Record the visits of a forward pass through global hooks, so that the model gets none."""
+    paths = {id(module): path for path, module in model.named_modules()}
+
+    def enter(module: nn.Module, inputs: Any) -> None:
+        if id(module) in paths:
+            visits.entered.append(paths[id(module)])
+
+    def leave(module: nn.Module, inputs: Any, output: Any) -> None:
+        if id(module) in paths:
+            visits.entered.pop()
+            if isinstance(output, torch.Tensor) and output.is_floating_point():
+                visits.returned.append((paths[id(module)], (output.shape, float(output.abs().sum()))))
+
+    handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def first_difference(a: Visits, b: Visits, tolerance: float) -> str | None:
+    """The path of the first module that returned different numbers of the same shape in two passes."""
+    for (path, (shape, total)), (other_path, (other_shape, other_total)) in zip(
+        a.returned, b.returned, strict=False
+    ):
+        if path != other_path:
+            return None
+        if shape == other_shape and abs(total - other_total) > tolerance * abs(total):
+            return path
+    return None

@@ -1,0 +1,134 @@
+"""What a model returns decides what may be removed, whatever form it is returned in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+import fairpruner as fp
+
+
+@dataclass
+class Record:
+    logits: torch.Tensor
+    feature: torch.Tensor
+
+
+class Pair(NamedTuple):
+    logits: torch.Tensor
+    feature: torch.Tensor
+
+
+class Slotted:
+    __slots__ = ("feature", "logits")
+
+    def __init__(self, logits: torch.Tensor, feature: torch.Tensor) -> None:
+        self.logits, self.feature = logits, feature
+
+
+class Own:
+    def __init__(self, logits: torch.Tensor, feature: torch.Tensor) -> None:
+        self.inside = {"logits": logits, "rest": [SimpleNamespace(feature=feature)]}
+        self.itself = self  # a cycle
+
+
+def as_distribution(logits: torch.Tensor, feature: torch.Tensor) -> torch.distributions.Distribution:
+    return torch.distributions.Normal(feature, 1.0, validate_args=False)
+
+
+FORMS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "tuple": lambda logits, feature: (logits, feature),
+    "dict": lambda logits, feature: {"logits": logits, "feature": feature},
+    "dataclass": Record,
+    "named tuple": Pair,
+    "namespace": lambda logits, feature: SimpleNamespace(logits=logits, feature=feature),
+    "slots": Slotted,
+    "own class": Own,
+    "distribution": as_distribution,
+}
+
+
+class Returning(nn.Module):
+    """An MLP [batch, 4] -> what `form` makes of the logits [batch, 2] and the second hidden layer."""
+
+    def __init__(self, form: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.form = form
+        self.one, self.two, self.three = nn.Linear(4, 9), nn.Linear(9, 7), nn.Linear(7, 2)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        feature = torch.relu(self.two(torch.relu(self.one(x))))
+        return self.form(self.three(feature), feature)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_feature_returned_beside_the_logits_stays_whole(form: str) -> None:
+    spaces = fp.discover(Returning(FORMS[form]), torch.randn(3, 4))
+    assert spaces.names == ("one",)
+    assert spaces.left_out["two"] == "reaches the model's output"
+
+
+@pytest.mark.parametrize(
+    ("form", "found"),
+    [
+        (lambda logits, feature: None, "NoneType"),
+        (lambda logits, feature: logits.numpy(), "ndarray"),
+        (lambda logits, feature: float(logits.sum()), "float"),
+        (lambda logits, feature: SimpleNamespace(a=1), "SimpleNamespace"),
+    ],
+)
+def test_an_output_without_a_tensor_is_refused(form: Callable[..., Any], found: str) -> None:
+    with pytest.raises(fp.FairprunerError, match=f"holds no tensor: found {found}.*let the model return"):
+        fp.discover(Returning(form), torch.randn(3, 4))
+
+
+@pytest.mark.parametrize("form", [lambda y, _: y.argmax(1), lambda y, _: y[y > 1e9]])
+def test_an_output_of_whole_numbers_or_of_none_proves_nothing(form: Callable[..., Any]) -> None:
+    with pytest.raises(fp.FairprunerError, match="holds no real numbers, so a cut cannot be checked"):
+        fp.discover(Returning(form), torch.randn(3, 4))
+
+
+class TwoBranches(nn.Module):
+    """Short inputs go through `short`, long ones through `long`, [batch, 4 or 6] -> [batch, 2]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.short, self.long = nn.Linear(4, 8), nn.Linear(6, 8)
+        self.middle, self.extra, self.head = nn.Linear(8, 10), nn.Linear(10, 10), nn.Linear(10, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[1] == 4:
+            return self.head(torch.relu(self.middle(torch.relu(self.short(x)))))
+        return self.head(torch.relu(self.extra(torch.relu(self.middle(torch.relu(self.long(x)))))))
+
+
+def test_a_branch_that_the_example_does_not_take_is_named() -> None:
+    spaces = fp.discover(TwoBranches(), torch.randn(3, 4))
+    assert {name for name, reason in spaces.left_out.items() if "does not use it" in reason} == {
+        "long",
+        "extra",
+    }
+    assert "more_examples" in spaces.left_out["long"]
+
+
+def test_several_examples_show_every_branch() -> None:
+    model, short, long = TwoBranches(), torch.randn(3, 4), torch.randn(5, 6)
+    spaces = fp.discover(model, short, more_examples=[long])
+    assert spaces.names == ("short", "middle")
+    assert {s.tensor for s in spaces["short"].slices} == {
+        *("short.weight", "short.bias", "long.weight", "long.bias", "middle.weight"),
+    }
+    assert {s.tensor for s in spaces["middle"].slices if s.role == "write"} == {
+        *("middle.weight", "extra.weight"),
+    }
+    plan = fp.Plan.removing(spaces, {"short": (0, 3, 4), "middle": (9,)})
+    small, full = fp.cut(model, plan), fp.mask(model, plan)
+    for example in (short, long):
+        torch.testing.assert_close(small(example), full(example))
+    assert plan.predicted["flops"] == fp.count_flops(small, short)  # costs are those of the first example
