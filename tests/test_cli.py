@@ -522,6 +522,33 @@ def test_prune_does_the_whole_job_in_rounds(work: Path) -> None:
     assert abs(plan.share("flops") - 0.4) < 0.06
 
 
+def test_prune_searches_by_default_and_shows_what_it_tried(work: Path) -> None:
+    common = ["prune", DEMO, "--weights", work / "net.safetensors", "--data", work / "digits.npz"]
+    common += ["--keep", "flops=0.4", "--samples", "200"]
+    told = run(*common, "--effort", "20", "-o", work / "best").stdout
+    assert "repaired cuts" in told
+    assert "chosen" in told
+    tried = Plan.load(work / "best" / "plan.json").tried
+    assert len(tried) > 3
+    assert sum(trial.chosen for trial in tried) == 1
+    assert "repaired cuts" in run("info", work / "best").stdout
+    content = printed_json(*common, "--preset", "paper", "-o", work / "paper")
+    assert content["rule"] == "tod"
+    assert "tried" not in content
+
+
+def test_training_images_are_augmented_where_that_is_possible(work: Path) -> None:
+    recover = ["recover", work / "cut", "--model", DEMO, "--epochs", "1", "-o", work / "augmented"]
+    run("plan", work / "scores.safetensors", "--keep", "flops=0.5", "-o", work / "half.json")
+    run("cut", DEMO, work / "half.json", "--weights", work / "net.safetensors", "-o", work / "cut")
+    data = ["--data", work / "digits.npz", "--samples", "128"]
+    assert "epochs" in printed_json(*recover, *data, "--augment", "crop,flip")
+    assert "augmentation 'shear'" in refused(*recover, *data, "--augment", "shear", "--force")
+    (work / "batches.py").write_text("def batches():\n    return []\n", encoding="utf-8")
+    told = refused(*recover, "--data", f"{work / 'batches.py'}:batches", "--augment", "flip", "--force")
+    assert "--augment flip changes the images of a folder or of an .npz file" in told
+
+
 def test_report_writes_a_page_of_the_scores(work: Path) -> None:
     content = printed_json("report", work / "scores.safetensors", "-o", work / "report.html")
     assert content["file"] == str(work / "report.html")

@@ -36,6 +36,7 @@ from fairpruner.demo import run as run_demo
 from fairpruner.errors import FairprunerError
 from fairpruner.files.folders import SHARD_SIZE
 from fairpruner.files.streaming import stream
+from fairpruner.inputs.augmentation import AUGMENTATIONS, Augmented
 from fairpruner.inputs.hugging_face import is_source, place_of
 from fairpruner.pipeline import PRESETS
 from fairpruner.recovery.recipe import OPTIMIZERS, SCHEDULES
@@ -61,6 +62,13 @@ Checkpoints = Annotated[
     Path | None, typer.Option(help="A folder for checkpoints: the same command goes on from there.")
 ]
 LearningRate = Annotated[float, typer.Option(help="At the start of the schedule.")]
+Augment = Annotated[
+    str | None,
+    typer.Option(
+        help=f"Change training images at random: one or several of {', '.join(AUGMENTATIONS)}.",
+        autocompletion=lambda: list(AUGMENTATIONS),
+    ),
+]
 Optimizer = Annotated[
     str, typer.Option(help=f"{', '.join(OPTIMIZERS)}.", autocompletion=lambda: list(OPTIMIZERS))
 ]
@@ -142,6 +150,7 @@ def recover(
     teacher: Annotated[
         str | None, typer.Option(help="Weights of the original model, to distil from.")
     ] = None,
+    augment: Augment = None,
     reading: Reading = TRAINING,
     force: Force = False,
     as_json: AsJson = False,
@@ -162,7 +171,7 @@ def recover(
     history: list[fp.Epoch] = []
     better = fp.recover(
         small,
-        _shuffled(reading.read(model, small, data)),
+        _for_training(reading.read(model, small, data), augment),
         epochs=epochs,
         validation=reading.read(model, small, validation) if validation else None,
         teacher=trained(model, teacher) if teacher else None,
@@ -202,6 +211,7 @@ def prune(
     train: Annotated[str | None, typer.Option(help="Data to fine-tune on; all of --data by default.")] = None,
     checkpoints: Checkpoints = None,
     learning_rate: LearningRate = 0.005,
+    augment: Augment = None,
     removal: Annotated[
         str | None,
         typer.Option(
@@ -244,7 +254,7 @@ def prune(
         repair=parse_names(repair) if repair else None,
         recover_epochs=recover_epochs,
         train=(
-            _shuffled(replace(reading, samples=None).read(model, net, train or data))
+            _for_training(replace(reading, samples=None).read(model, net, train or data), augment)
             if recover_epochs
             else None
         ),
@@ -279,8 +289,16 @@ def demo(
     show(show_demo(run_demo(output, force=force), str(output)), as_json)
 
 
-def _shuffled(batches: Iterable[Any]) -> Iterable[Any]:
-    """The same data in another order each time it is read, where that is in our hands."""
-    if not isinstance(batches, DataLoader):
-        return batches
-    return DataLoader(batches.dataset, batches.batch_size, shuffle=True, collate_fn=batches.collate_fn)
+def _for_training(batches: Iterable[Any], augment: str | None) -> Iterable[Any]:
+    """The same data in another order each time it is read, where that is in our hands, its images
+    augmented.
+    """
+    if isinstance(batches, DataLoader):
+        dataset = Augmented(batches.dataset, parse_names(augment)) if augment else batches.dataset
+        return DataLoader(dataset, batches.batch_size, shuffle=True, collate_fn=batches.collate_fn)
+    if augment:
+        raise FairprunerError(
+            f"--augment {augment} changes the images of a folder or of an .npz file, and this data is another"
+            " kind: augment it where it is made."
+        )
+    return batches
