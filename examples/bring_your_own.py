@@ -1,5 +1,4 @@
-"""Prune a network of your own: skip connections, functional calls and all, with nothing said about its
-structure.
+"""Prune your own network, with skip connections and functional calls, without describing its structure.
 
 python examples/bring_your_own.py
 """
@@ -19,7 +18,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class SkipNet(nn.Module):
-    """A convolutional net that concatenates what it saw earlier, as U-Nets and DenseNets do."""
+    """A convolutional network that concatenates earlier features, as U-Nets and DenseNets do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +37,7 @@ class SkipNet(nn.Module):
 
 
 def batches(count: int, seed: int) -> list[Batch]:
-    """Stripes, lying or standing, in noise."""
+    """Batches of noisy images with horizontal or vertical stripes, and the direction as the label."""
     noise = torch.Generator().manual_seed(seed)
 
     def draw() -> Iterator[Batch]:

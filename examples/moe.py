@@ -1,10 +1,9 @@
-"""Prune the routed experts of a Mixture-of-Experts language model to half, with no training, and compare
-perplexities.
+"""Remove half of the routed experts of a language model, without training, and compare perplexities.
 
 python examples/moe.py MODEL TEXTS.jsonl HELD_OUT.txt [SHARE]
 
-MODEL: a folder or hub name; TEXTS: rows with a column "text" to calibrate on; HELD_OUT: other text to
-judge by; SHARE of experts to keep.
+MODEL is a folder or hub name. TEXTS has a column "text" with the calibration texts. HELD_OUT is another text,
+for the perplexity. SHARE is the share of experts to keep.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Write a signal of your own, once from the weights and once from the activations, and use it beside the
-built-in ones.
+"""Write your own signals, one from weights and one from activations, and use them with the built-in ones.
 
 python examples/own_signal.py
 """

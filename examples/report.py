@@ -1,5 +1,4 @@
-"""Write a report on which its reader can choose a plan, and the same facts as a table, JSON and static
-figures.
+"""Write a report page on which any plan can be chosen, and the same facts as a table, JSON and figures.
 
 python examples/report.py
 """
@@ -23,15 +22,14 @@ def main() -> None:
     scores = fp.score(model, data)
 
     def agreement(small: nn.Module) -> float:
-        """The share of inputs for which a smaller model answers like the original."""
+        """The share of inputs for which a smaller model predicts the same class as the original."""
         with torch.no_grad():
             return float(
                 torch.cat([small(x).argmax(1) == model(x).argmax(1) for x, _ in data]).double().mean()
             )
 
-    # One line of numbers per model; "accuracy" is drawn against "flops", and against "latency_ms" where
-    # that
-    # was measured.
+    # One row of numbers per model. The page draws "accuracy" against "flops", and against "latency_ms" if
+    # that was measured.
     plans = fp.sweep(scores, "flops", [0.9, 0.7, 0.5, 0.3])
     measured = {
         f"{plan.share('flops'):.0%} kept": {"accuracy": agreement(fp.cut(model, plan)), **plan.predicted}
