@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Any
+from weakref import WeakKeyDictionary
+
 from torch import nn
 
 from fairpruner.core.plan import Plan
+from fairpruner.discovery.verify import disagreement
+from fairpruner.errors import FairprunerError
+from fairpruner.models.experts import plain_experts
 from fairpruner.models.fingerprint import check_same_model
+from fairpruner.models.fitting import check_fits
 from fairpruner.models.narrowing import cut_units, mask_units
+from fairpruner.models.recorded import draw
 from fairpruner.models.supported import check_supported
 
+# The class of the model that a plan from a file was verified on, so that cut and mask pay for it once.
+_VERIFIED: WeakKeyDictionary[Plan, type[nn.Module]] = WeakKeyDictionary()
 
-def cut(model: nn.Module, plan: Plan) -> nn.Module:
+
+def cut(model: nn.Module, plan: Plan, *, example: Any = None) -> nn.Module:
     """A smaller model without the plan's units; the model given is untouched.
+
+    A plan that was read from a file is verified first: on `example`, or on a random input of the kind that
+    the plan records, the smaller model must compute what the masked one computes.
 
     >>> import fairpruner as fp
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -20,17 +34,33 @@ def cut(model: nn.Module, plan: Plan) -> nn.Module:
     >>> small[0]
     Linear(in_features=4, out_features=6, bias=True)
     """
-    _check(model, plan)
+    _check(model, plan, example)
     return cut_units(model, plan.spaces, plan.removed)
 
 
-def mask(model: nn.Module, plan: Plan) -> nn.Module:
-    """A full-size copy in which nothing reads the plan's units: it computes what `cut` computes."""
-    _check(model, plan)
+def mask(model: nn.Module, plan: Plan, *, example: Any = None) -> nn.Module:
+    """A full-size copy in which nothing reads the plan's units: it computes what `cut` computes.
+
+    `example` is used as by `cut`.
+    """
+    _check(model, plan, example)
     return mask_units(model, plan.spaces, plan.removed)
 
 
-def _check(model: nn.Module, plan: Plan) -> None:
+def cut_unverified(model: nn.Module, plan: Plan) -> nn.Module:
+    """`cut` for a model without numbers (on the device "meta"), which cannot be run."""
+    _check_fits(model, plan)
+    return cut_units(model, plan.spaces, plan.removed)
+
+
+def _check(model: nn.Module, plan: Plan, example: Any) -> None:
+    _check_fits(model, plan)
+    if plan.spaces.from_file and any(plan.removed.values()) and _VERIFIED.get(plan) is not type(model):
+        _verify(model, plan, example)
+        _VERIFIED[plan] = type(model)
+
+
+def _check_fits(model: nn.Module, plan: Plan) -> None:
     check_supported(model)
     check_same_model(
         model,
@@ -38,3 +68,26 @@ def _check(model: nn.Module, plan: Plan) -> None:
         "The plan belongs",
         step="Score and allocate this model, or give the original one.",
     )
+    check_fits(model, plan)
+
+
+def _verify(model: nn.Module, plan: Plan, example: Any) -> None:
+    """Digests can be recomputed by anyone, so what a file says is believed once it was seen to be right."""
+    examples = [example]
+    if example is None:
+        if plan.spaces.examples is None:
+            raise FairprunerError(
+                "The plan was read from a file and records no example to verify it on: give example=, an"
+                " input of the model."
+            )
+        examples = draw(plan.spaces.examples, next(model.parameters()).device)
+        if not isinstance(examples, list) or not examples:
+            raise FairprunerError("The plan's file holds no list of examples: score and allocate again.")
+    touched = [space for space in plan.spaces if plan.removed[space.name]]
+    with plain_experts(model):
+        reason = disagreement(model, examples, touched, plan.removed)
+    if reason:
+        raise FairprunerError(
+            f"The plan, which was read from a file, does not cut {type(model).__name__} rightly: {reason}."
+            " Score and allocate this model again, or give example= if it needs inputs of a special kind."
+        )

@@ -75,11 +75,11 @@ def remaining(plan: Plan, small: nn.Module) -> Spaces:
         return Factor(factor.size - gone, owned)
 
     costs = plan.spaces.costs
-    return Spaces(
-        _narrowed(plan),
-        plan.spaces.left_out,
-        replace(costs, factors=tuple(shortened(factor) for factor in costs.factors)),
-        fingerprint(small),
+    return replace(
+        plan.spaces,
+        items=_narrowed(plan),
+        costs=replace(costs, factors=tuple(shortened(factor) for factor in costs.factors)),
+        fingerprint=fingerprint(small),
     )
 
 

@@ -27,6 +27,19 @@ def encode_runs(values: Ints) -> list[list[int]]:
     return np.stack([value[first], count, each[first]], axis=1).tolist()  # type: ignore[no-any-return]
 
 
+def runs_length(runs: Sequence[Sequence[int]]) -> int:
+    """The length of the vector that runs stand for, found without making it: a few bytes may stand for
+    more than memory holds.
+
+    >>> runs_length([[-1, 1, 2], [0, 1, 10**12]])
+    1000000000002
+    """
+    for run in runs:
+        if not isinstance(run, list) or len(run) != 3 or not all(type(number) is int for number in run):
+            raise ValueError(f"expected runs [first, count, each] of whole numbers, found {str(run)[:80]}")
+    return sum(max(count, 0) * max(each, 0) for _, count, each in runs)
+
+
 def decode_runs(runs: Sequence[Sequence[int]]) -> Ints:
     """The vector that `encode_runs` was given.
 

@@ -12,17 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from operator import index
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fairpruner.core.arrays import Floats, Ints
+from fairpruner.core.arrays import Floats, Ints, runs_length
+from fairpruner.core.fields import BIGGEST, listed, mapped, real, text, whole
+from fairpruner.core.fields import field as required
 from fairpruner.core.reading import understanding
 from fairpruner.core.sealed import Json, read_json, write_json
-from fairpruner.core.spaces import Factor, Spaces
+from fairpruner.core.spaces import MOST, Factor, Spaces
 from fairpruner.errors import FairprunerError, another_model
+
+WIDEST = 2**16  # multiple of widths that a machine may want
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,8 @@ class LatencyTable:
                 raise FairprunerError(
                     f"A latency table's operations multiply its own {len(self.factors)} axes, found {op}."
                 )
+            if prod(self.factors[f].size + self.multiple for f in op.factors) > BIGGEST:
+                raise FairprunerError(f"A latency table's operation has more than {BIGGEST:,} steps.")
 
     def milliseconds(self, lengths: Ints) -> Floats:
         """Of plans that keep so much of each axis, [F, N] -> [N].
@@ -121,25 +127,36 @@ class LatencyTable:
 
     @staticmethod
     def from_json(content: Mapping[str, Any]) -> LatencyTable:
-        """What `to_json` was given."""
+        """What `to_json` was given; every field is checked."""
+        factors = listed(required(content, "factors"), "factors")
+        vectors = [runs for f in factors for runs in mapped(required(f, "owned"), "owned").values()]
+        if sum(runs_length(listed(runs, "an owner vector")) for runs in vectors) > MOST:
+            raise FairprunerError(f"Its vectors have more than {MOST:,} numbers.")
         return LatencyTable(
-            factors=tuple(Factor.from_json(f) for f in content["factors"]),
-            ops=tuple(
-                TimedOp(
-                    tuple(map(index, factors)),
-                    float(fixed),
-                    float(work),
-                    float(uneven),
-                    tuple(map(float, widths)),
-                )
-                for factors, fixed, work, uneven, widths in content["ops"]
-            ),
-            original=float(content["original"]),
-            multiple=index(content["multiple"]),
-            fingerprint=content["fingerprint"],
-            setting=content["setting"],
-            trials=tuple((float(measured), float(predicted)) for measured, predicted in content["trials"]),
+            factors=tuple(Factor.from_json(factor) for factor in factors),
+            ops=tuple(_op(row, len(factors)) for row in listed(required(content, "ops"), "ops")),
+            original=real(required(content, "original"), "original"),
+            multiple=whole(required(content, "multiple"), "multiple", at_most=WIDEST),
+            fingerprint=text(required(content, "fingerprint"), "fingerprint"),
+            setting=mapped(required(content, "setting"), "setting"),
+            trials=tuple(_trial(trial) for trial in listed(required(content, "trials"), "trials")),
         )
+
+
+def _op(row: Any, factors: int) -> TimedOp:
+    axes, fixed, work, uneven, widths = listed(row, "an operation")
+    return TimedOp(
+        tuple(whole(axis, "the axis of an operation", at_most=factors - 1) for axis in listed(axes, "axes")),
+        real(fixed, "a fixed time"),
+        real(work, "the time of work"),
+        real(uneven, "the time of uneven widths"),
+        tuple(real(time, "the time of an axis") for time in listed(widths, "the times of the axes")),
+    )
+
+
+def _trial(trial: Any) -> tuple[float, float]:
+    measured, predicted = (real(time, "a time") for time in listed(trial, "a trial"))
+    return measured, predicted
 
 
 def padded_to(multiple: int, lengths: Ints) -> Ints:

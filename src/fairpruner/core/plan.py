@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from operator import index
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 
 from fairpruner.core.budget import METRICS
 from fairpruner.core.costs import predict
+from fairpruner.core.fields import field, listed, mapped, real, text, truth, whole
 from fairpruner.core.reading import understanding
 from fairpruner.core.sealed import Json, read_json, write_json
 from fairpruner.core.spaces import Spaces
@@ -45,7 +45,7 @@ class Plan:
             if len(set(units)) != len(units) or any(not 0 <= u < space.size for u in units):
                 raise FairprunerError(
                     f"The plan's units of space {space.name!r} must be distinct and in [0, {space.size}),"
-                    f" found {units}."
+                    f" found {str(units)[:100]}."
                 )
             if space.size - len(units) < space.min_keep:
                 raise FairprunerError(
@@ -84,12 +84,10 @@ class Plan:
 
     @staticmethod
     def load(path: str | Path) -> Plan:
-        """Read a plan; one without a digest was written or edited by hand, and what it costs is worked
-        out anew.
-        """
+        """Read a plan; one without a digest was written or edited by hand."""
         content = read_json(path, "plan")
         with understanding(path):
-            return Plan.from_json(content, edited=content.get("digest") is None)
+            return Plan.from_json(content)
 
     def to_json(self) -> Json:
         """The plan with its spaces: what a person wants to read comes first."""
@@ -105,20 +103,41 @@ class Plan:
         }
 
     @staticmethod
-    def from_json(content: Mapping[str, Any], *, edited: bool) -> Plan:
-        """A plan again; if it was `edited` by hand, what it costs is worked out anew from its spaces."""
-        spaces = Spaces.from_json(content["spaces"])
-        removed = {name: tuple(map(index, units)) for name, units in content["removed"].items()}
-        return Plan(
+    def from_json(content: Mapping[str, Any]) -> Plan:
+        """A plan again; what it costs is worked out anew from its spaces, whatever the file says."""
+        spaces = Spaces.from_json(field(content, "spaces"))
+        removed = {
+            name: tuple(
+                whole(unit, f"a unit of space {name!r}") for unit in listed(units, "the removed units")
+            )
+            for name, units in mapped(field(content, "removed"), "removed").items()
+        }
+        alpha = field(content, "alpha")
+        plan = Plan(
             spaces=spaces,
             removed=removed,
-            alpha=content["alpha"],
-            rule=content["rule"],
-            exact=content["exact"],
-            predicted=predict(spaces, removed) if edited else content["predicted"],
-            original=predict(spaces, {}) if edited else content["original"],
-            tried=tuple(map(Trial.from_json, content.get("tried", ()))),
+            alpha=None if alpha is None else real(alpha, "alpha"),
+            rule=text(field(content, "rule"), "rule"),
+            exact=truth(field(content, "exact"), "exact"),
+            predicted={},
+            original={},
+            tried=tuple(map(Trial.from_json, listed(content.get("tried", []), "tried"))),
         )
+        return replace(
+            plan,
+            predicted={**predict(spaces, removed), **_latency(content.get("predicted"))},
+            original={**predict(spaces, {}), **_latency(content.get("original"))},
+        )
+
+
+def _latency(claimed: Any) -> dict[str, float]:
+    """Milliseconds that a file claims: they cannot be worked out without the table they came from."""
+    if not isinstance(claimed, dict) or "latency_ms" not in claimed:
+        return {}
+    milliseconds = real(claimed["latency_ms"], "latency_ms")
+    if milliseconds < 0:
+        raise FairprunerError(f"latency_ms is {milliseconds}, expected no negative time.")
+    return {"latency_ms": milliseconds}
 
 
 def _unit(space: str, given: Any) -> int:

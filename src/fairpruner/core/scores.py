@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,8 @@ import numpy as np
 import torch
 
 from fairpruner.core.arrays import Floats
+from fairpruner.core.fields import field as required
+from fairpruner.core.fields import listed, mapped, text, whole
 from fairpruner.core.reading import understanding
 from fairpruner.core.sealed import read_tensors, write_tensors
 from fairpruner.core.spaces import Spaces, UnitSpace
@@ -48,6 +49,13 @@ class Scores:
                 )
             for space in self.spaces:
                 check_scores(by_space[space.name], space, signal)
+        for signal, by_space in self.halves.items():
+            for name, values in by_space.items():
+                if values.dtype != np.float64 or values.shape != (2, self.spaces[name].size):
+                    raise FairprunerError(
+                        f"The halves of signal {signal!r} are {values.dtype}{list(values.shape)} for space"
+                        f" {name!r}, expected float64[2, {self.spaces[name].size}]."
+                    )
 
     @property
     def removal(self) -> Mapping[str, Floats]:
@@ -113,20 +121,24 @@ class Scores:
         """Read what `save` wrote, bit for bit."""
         content, tensors = read_tensors(Path(path), "scores")
         with understanding(path):
-            spaces = Spaces.from_json(content["spaces"])
+            spaces = Spaces.from_json(required(content, "spaces"))
+            signals = mapped(required(content, "signals"), "signals")
             arrays = {
                 group: {
-                    signal: {
+                    text(signal, "the name of a signal"): {
                         name: tensors[_key(group, signal, name)].numpy()
                         for name in spaces.names
                         if _key(group, signal, name) in tensors
                     }
-                    for signal in signals
+                    for signal in listed(signals.get(group, []), group)
                 }
-                for group, signals in content["signals"].items()
+                for group in SIGNALS
             }
             return Scores(
-                spaces=spaces, samples=index(content["samples"]), settings=content["settings"], **arrays
+                spaces=spaces,
+                samples=whole(required(content, "samples"), "samples"),
+                settings=mapped(required(content, "settings"), "settings"),
+                **arrays,
             )
 
 

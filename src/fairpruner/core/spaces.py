@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from operator import index
+from math import prod
 from typing import Any, Literal, overload
 
 import numpy as np
 
-from fairpruner.core.arrays import Ints, decode_runs, encode_runs
+from fairpruner.core.arrays import Ints, decode_runs, encode_runs, runs_length
+from fairpruner.core.fields import BIGGEST, field, listed, mapped, text, whole
 from fairpruner.core.sealed import Json
 from fairpruner.errors import FairprunerError, unknown
 
 Kind = Literal["channel", "hidden", "head", "expert"]
 Role = Literal["write", "read", "carry", "route"]
 KINDS: tuple[Kind, ...] = ("channel", "hidden", "head", "expert")
+ROLES: tuple[Role, ...] = ("write", "read", "carry", "route")
+MOST = 2**27  # numbers in all the vectors of a file together, a gigabyte; the largest models have a tenth
+DIMS = 8  # dimensions of a tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,10 +119,10 @@ class Factor:
         return {"size": self.size, "owned": {name: encode_runs(owned) for name, owned in self.owned.items()}}
 
     @staticmethod
-    def from_json(content: Mapping[str, Any]) -> Factor:
-        return Factor(
-            index(content["size"]), {name: decode_runs(runs) for name, runs in content["owned"].items()}
-        )
+    def from_json(content: Any) -> Factor:
+        size = whole(field(content, "size"), "the size of an axis", at_least=1)
+        owned = mapped(field(content, "owned"), "owned")
+        return Factor(size, {name: decode_runs(runs) for name, runs in owned.items()})
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,6 +155,8 @@ class Spaces:
     left_out: Mapping[str, str]  # name -> reason
     costs: CostModel
     fingerprint: str  # of the model's tensor names and shapes
+    examples: Json | None = None  # what kind of inputs it was traced with, see models/recorded.py
+    from_file: bool = False  # read, not discovered: a plan of them is verified before it is applied
 
     def __post_init__(self) -> None:
         names = [space.name for space in self.items]
@@ -219,6 +225,7 @@ class Spaces:
         return {
             "fingerprint": self.fingerprint,
             "left_out": dict(self.left_out),
+            "examples": self.examples,
             "items": [
                 {
                     "name": space.name,
@@ -248,39 +255,110 @@ class Spaces:
 
     @staticmethod
     def from_json(content: Mapping[str, Any]) -> Spaces:
-        """What `to_json` was given."""
-        items = tuple(
-            UnitSpace(
-                name=item["name"],
-                kind=item["kind"],
-                size=index(item["size"]),
-                min_keep=index(item["min_keep"]),
-                groups=index(
-                    item.get("groups", 1)
-                ),  # files from before there were experts have neither, nor bytes
-                multiple=index(item.get("multiple", 1)),
-                slices=tuple(
-                    Slice(s["tensor"], index(s["dim"]), decode_runs(s["owner"]), s["role"])
-                    for s in item["slices"]
-                ),
-                counts=tuple(
-                    Count(c["module"], c["attribute"], decode_runs(c["owner"])) for c in item["counts"]
-                ),
-            )
-            for item in content["items"]
-        )
-        costs = content["costs"]
-        factors = tuple(Factor.from_json(f) for f in costs["factors"])
+        """What `to_json` was given; every field is checked, and what it would cost to hold."""
+        items = listed(field(content, "items"), "items")
+        costs = mapped(field(content, "costs"), "costs")
+        factors = listed(field(costs, "factors"), "factors")
+        _check_room(items, factors)
         model = CostModel(
-            factors, _terms(costs["params"]), _terms(costs["flops"]), _terms(costs.get("bytes", ()))
+            tuple(Factor.from_json(factor) for factor in factors),
+            _terms(field(costs, "params"), len(factors)),
+            _terms(field(costs, "flops"), len(factors)),
+            _terms(costs.get("bytes", []), len(factors)),
         )
-        return Spaces(items, dict(content["left_out"]), model, content["fingerprint"])
+        spaces = Spaces(
+            tuple(_space(item) for item in items),
+            {
+                n: text(r, f"the reason of {n!r}")
+                for n, r in mapped(field(content, "left_out"), "left_out").items()
+            },
+            model,
+            text(field(content, "fingerprint"), "fingerprint"),
+            examples=content.get("examples"),
+            from_file=True,
+        )
+        check_costs(spaces)
+        return spaces
+
+
+def _space(item: Any) -> UnitSpace:
+    size = whole(field(item, "size"), "the size of a space", at_least=1, at_most=MOST)
+    return UnitSpace(
+        name=text(field(item, "name"), "the name of a space"),
+        kind=field(item, "kind"),
+        size=size,
+        min_keep=whole(field(item, "min_keep"), "min_keep", at_most=size),
+        # files from before there were experts have neither of these
+        groups=whole(item.get("groups", 1), "groups", at_most=size),
+        multiple=whole(item.get("multiple", 1), "multiple", at_most=size),
+        slices=tuple(
+            Slice(
+                text(field(s, "tensor"), "the tensor of a slice"),
+                whole(field(s, "dim"), "the dim of a slice", at_most=DIMS),
+                decode_runs(field(s, "owner")),
+                _role(field(s, "role")),
+            )
+            for s in listed(field(item, "slices"), "slices")
+        ),
+        counts=tuple(
+            Count(
+                text(field(c, "module"), "the module of a count"),
+                text(field(c, "attribute"), "the attribute of a count"),
+                decode_runs(field(c, "owner")),
+            )
+            for c in listed(field(item, "counts"), "counts")
+        ),
+    )
+
+
+def _role(found: Any) -> Role:
+    if found not in ROLES:
+        raise unknown("role", found, ROLES)
+    return found  # type: ignore[no-any-return]
+
+
+def _check_room(items: Sequence[Any], factors: Sequence[Any]) -> None:
+    """Refuse content whose vectors would be longer than those of any model; as runs they are short."""
+    vectors = [
+        field(part, "owner")
+        for item in items
+        for name in ("slices", "counts")
+        for part in listed(field(item, name), name)
+    ]
+    vectors += [runs for factor in factors for runs in mapped(field(factor, "owned"), "owned").values()]
+    units = sum(whole(field(item, "size"), "the size of a space", at_most=MOST) for item in items)
+    total = units + sum(runs_length(listed(runs, "an owner vector")) for runs in vectors)
+    if total > MOST:
+        raise FairprunerError(f"Its vectors have {total:,} numbers, expected at most {MOST:,}.")
+
+
+def _terms(rows: Any, factors: int) -> tuple[Term, ...]:
+    terms = []
+    for row in listed(rows, "the terms of a cost"):
+        coefficient, axes = listed(row, "a term of a cost")
+        positions = tuple(
+            whole(axis, "the factor of a term", at_most=factors - 1) for axis in listed(axes, "the factors")
+        )
+        terms.append(Term(whole(coefficient, "the coefficient of a term"), positions))
+    return tuple(terms)
+
+
+def check_costs(spaces: Spaces) -> None:
+    """Refuse costs that no model has: more of an axis owned than there is, or sums beyond 64 bits."""
+    sizes = {space.name: space.size for space in spaces}
+    for factor in spaces.costs.factors:
+        for name, counts in factor.owned.items():
+            if counts.size != sizes.get(name, counts.size) or counts.min() < 0:
+                raise FairprunerError(f"A cost's axis has wrong numbers of indices of the units of {name!r}.")
+        owned = sum(int(counts.sum()) for counts in factor.owned.values())
+        if owned > factor.size:
+            raise FairprunerError(f"A cost's axis of {factor.size} indices has {owned} that units own.")
+    for terms in (spaces.costs.params, spaces.costs.flops, spaces.costs.bytes):
+        total = sum(t.coefficient * prod(spaces.costs.factors[f].size for f in t.factors) for t in terms)
+        if total > BIGGEST:
+            raise FairprunerError(f"A cost adds up to more than {BIGGEST:,}.")
 
 
 def matches(name: str, patterns: tuple[str, ...]) -> bool:
     """Whether a space's name equals, lies below, or fits one of the patterns."""
     return any(name == p or name.startswith(p + ".") or fnmatchcase(name, p) for p in patterns)
-
-
-def _terms(rows: Sequence[Any]) -> tuple[Term, ...]:
-    return tuple(Term(index(coefficient), tuple(map(index, factors))) for coefficient, factors in rows)

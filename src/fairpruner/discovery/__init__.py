@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -17,6 +18,7 @@ from fairpruner.discovery.verify import verify
 from fairpruner.errors import FairprunerError
 from fairpruner.models.experts import expert_blocks, plain_experts, unsupported_experts
 from fairpruner.models.fingerprint import fingerprint
+from fairpruner.models.recorded import record
 from fairpruner.models.supported import check_has_numbers
 
 UNUSED = "the example does not use it; to include it, discover with more_examples=[…] that do"
@@ -75,7 +77,13 @@ def _discover(
             f"There is nothing to prune in {type(model).__name__}:"
             f" {reasons or 'no weight writes what another reads'}."
         )
-    return Spaces(tuple(sound), left_out, cost_model(seen, sound, model), chosen.fingerprint)
+    return replace(
+        chosen,
+        items=tuple(sound),
+        left_out=left_out,
+        costs=cost_model(seen, sound, model),
+        examples=record(list(examples)),
+    )
 
 
 def _sound(

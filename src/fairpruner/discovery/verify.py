@@ -8,7 +8,7 @@ again later, one form at a time, so that a fault repeated in fifty blocks costs 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -113,6 +113,16 @@ def _form(space: UnitSpace) -> tuple[object, ...]:
     return (space.kind, *sorted(parts))
 
 
+def disagreement(
+    model: nn.Module, examples: Sequence[Any], spaces: Sequence[UnitSpace], removed: Mapping[str, Sequence[int]]
+) -> str:
+    """Why mask and cut of just these units do not agree on the examples, or nothing."""
+    units = {name: np.asarray(gone, dtype=np.int64) for name, gone in removed.items()}
+    check = Check(model, examples, spaces)
+    failures = (check.disagreement(spaces, units, position) for position in range(len(examples)))
+    return next((failure.reason for failure in failures if failure is not None), "")
+
+
 class Check:
     """Compares mask and cut. Each space loses a random number of units, up to two thirds of them."""
 
@@ -134,12 +144,12 @@ class Check:
         for drawn in self._rounds:
             removed = {space.name: drawn[space.name] for space in spaces if space.name in drawn}
             for position in range(len(self._examples)) if removed else ():
-                failure = self._disagreement(spaces, removed, position)
+                failure = self.disagreement(spaces, removed, position)
                 if failure is not None:
                     return failure
         return None
 
-    def _disagreement(self, spaces: Sequence[UnitSpace], removed: Removed, position: int) -> Failure | None:
+    def disagreement(self, spaces: Sequence[UnitSpace], removed: Removed, position: int) -> Failure | None:
         failure = None
         for dtype, tolerance in PRECISIONS:
             weights, inputs = self._lively(dtype), _cast(self._examples[position], dtype)

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -77,13 +78,15 @@ def save(
             write_tensors(temporary / MODEL, "model", seal(plan), _storable(state))
 
 
-def load(folder: str | Path, build: Callable[[], nn.Module] | str | None = None) -> nn.Module:
+def load(
+    folder: str | Path, build: Callable[[], nn.Module] | str | None = None, *, example: Any = None
+) -> nn.Module:
     """Rebuild a saved model, bit for bit and in eval mode: build the original architecture, cut it, fill
     in the saved tensors.
 
     `build` is a function or a source string; its weights do not matter. A model of Hugging Face can do
     without: its configuration lies in the folder. Non-persistent buffers and requires_grad come from what
-    is built, dtypes from the file. See `save` for an example.
+    is built, dtypes from the file. `example` is used as by `cut`. See `save` for an example.
     """
     folder = Path(folder)
     plan = Plan.load(folder / PLAN)
@@ -104,7 +107,7 @@ def load(folder: str | Path, build: Callable[[], nn.Module] | str | None = None)
             f"Folder {folder} does not say how to build the original architecture: give build=, a function or"
             " a source such as 'timm:resnet18'."
         )
-    small = cut(_built(build), plan)
+    small = cut(_built(build), plan, example=example)
     _fill(small, _read(folder / MODEL, plan, folder)[1], folder / MODEL)
     return _apart_from_files(small).eval()
 

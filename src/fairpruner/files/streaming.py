@@ -24,7 +24,7 @@ from fairpruner.files.shards import parse_size, write_shards
 from fairpruner.inputs.hugging_face import PREFIX, architecture
 from fairpruner.inputs.shard_index import shard_files
 from fairpruner.models.narrowing import kept_indices
-from fairpruner.surgery import cut
+from fairpruner.surgery import cut_unverified
 
 Kept = Mapping[str, Mapping[int, Ints]]  # tensor -> dim -> the indices that stay
 
@@ -51,7 +51,7 @@ def stream(
         )
     with torch.device("meta"):
         model: Any = architecture(str(place))
-    small: Any = cut(model, plan)
+    small: Any = cut_unverified(model, plan)
     _check_is_plain(model, place)
     holders = _holders(place)
     parts = parts_of(model, holders)

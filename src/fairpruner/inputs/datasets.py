@@ -14,10 +14,13 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default
 from fairpruner.core.arrays import Ints
 from fairpruner.errors import FairprunerError
 from fairpruner.inputs.batches import read_batches
-from fairpruner.inputs.sources import Transform, resolve
+from fairpruner.inputs.data_files import MOST_CLASSES, read_arrays, read_image
+from fairpruner.inputs.sources import Transform, importable_from, resolve
 from fairpruner.models.calling import tensors_of
 
 IMAGES = {".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
+
+END = object()  # of a loader
 
 
 @dataclass(frozen=True)
@@ -130,19 +133,16 @@ def _stack(items: list[tuple[torch.Tensor, Any]]) -> Any:
 
 
 def _arrays(path: Path, sampling: Sampling, preprocessing: Preprocessing) -> Iterable[Any]:
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            x, y = file["x"], file["y"]
-    except KeyError as error:
-        raise FairprunerError(
-            f"Data {path} has no array {str(error.args[0]).split()[0]!r}: expected x (inputs) and y (labels)."
-        ) from error
-    except Exception as error:  # numpy raises OSError, ValueError, zipfile's own and more
-        raise FairprunerError(f"Data {path} cannot be read: {error}") from error
-    if y.ndim != 1 or y.dtype.kind not in "iu" or len(y) != len(x) or not len(x):
+    x, y = read_arrays(path, "x", "y")
+    if x.ndim < 1 or y.ndim != 1 or y.dtype.kind not in "iu" or len(y) != len(x) or not len(x):
         raise FairprunerError(
             f"Data {path} has x of shape {list(x.shape)} and y {y.dtype}{list(y.shape)}, expected one"
             " whole-number label for each of at least one sample."
+        )
+    if int(y.max()) >= MOST_CLASSES or int(y.min()) <= -MOST_CLASSES:
+        raise FairprunerError(
+            f"Data {path} has labels from {y.min()} to {y.max()}, expected class indices below"
+            f" {MOST_CLASSES:,}."
         )
     if x.dtype == np.uint8:
         inputs = preprocessing.normalise(torch.from_numpy(x))
@@ -160,7 +160,7 @@ def _images(folder: Path, sampling: Sampling, transform: Transform) -> Iterable[
         (file, label)
         for label, child in enumerate(classes)
         for file in sorted(child.rglob("*"))
-        if file.suffix.lower() in IMAGES
+        if file.suffix.lower() in IMAGES and file.is_file()
     ]
     if not files:
         raise FairprunerError(
@@ -179,15 +179,7 @@ class _ImageFiles(Dataset[tuple[torch.Tensor, int]]):
 
     def __getitem__(self, position: int) -> tuple[torch.Tensor, int]:
         file, label = self.files[position]
-        try:
-            from PIL import Image
-        except ImportError as error:
-            raise FairprunerError("Image folders need Pillow: pip install 'fairpruner[images]'.") from error
-        try:
-            with Image.open(file) as image:
-                return self.transform(image.convert("RGB")), label
-        except OSError as error:
-            raise FairprunerError(f"Image {file} cannot be read: {error}") from error
+        return self.transform(read_image(file)), label
 
 
 @dataclass(frozen=True)
@@ -202,13 +194,18 @@ class _Loader:
 
     def __iter__(self) -> Iterator[Any]:
         try:
-            batches = iter(self.function())
+            with importable_from(self.source):
+                batches = iter(self.function())
         except Exception as error:
             raise FairprunerError(
                 f"Data {self.source!r} gave no batches: {type(error).__name__}: {error}"
             ) from error
         seen = 0
-        for batch in batches:
+        while True:
+            with importable_from(self.source):  # a generator may import as it goes
+                batch = next(batches, END)
+            if batch is END:
+                return
             yield batch
             seen += _length(batch)
             if self.samples is not None and seen >= self.samples:
@@ -216,7 +213,7 @@ class _Loader:
 
 
 def _length(batch: Any) -> int:
-    return next(len(tensor) for tensor in tensors_of(batch))
+    return next((len(tensor) for tensor in tensors_of(batch) if tensor.ndim), 1)
 
 
 def example_of(data: Iterable[Any], device: torch.device) -> Any:

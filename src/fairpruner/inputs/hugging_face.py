@@ -20,6 +20,8 @@ from fairpruner.inputs.shard_index import check_indexes
 from fairpruner.models.attention import STAND_INS
 
 PREFIX = "hf"
+# What a configuration may ask for: all that lies in transformers and torch.
+IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
 SIDE = 224  # of an image, where a configuration does not tell
 
 
@@ -60,7 +62,20 @@ def pretrained(place: str, original: type[nn.Module] | None = None) -> nn.Module
 def configuration(place: str) -> Any:
     """The configuration of a folder or a hub name."""
     with _loading(place):
-        return _transformers().AutoConfig.from_pretrained(place, **_options(place))
+        config = _transformers().AutoConfig.from_pretrained(place, **_options(place))
+    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        for name in ("_attn_implementation", "_experts_implementation"):
+            _check_implementation(getattr(part, name, None), place)
+    return config
+
+
+def _check_implementation(name: Any, place: str) -> None:
+    """Refuse a configuration that would have transformers fetch code for its attention and run it."""
+    if name is not None and name not in IMPLEMENTATIONS:
+        raise FairprunerError(
+            f"The configuration of {place} asks for {str(name)[:80]!r}, code that would be fetched from"
+            " elsewhere and run: remove attn_implementation and experts_implementation from its config.json."
+        )
 
 
 def tokenizer_of(place: str) -> Any:

@@ -7,7 +7,8 @@ from __future__ import annotations
 import importlib
 import pickle
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import reduce
@@ -17,10 +18,9 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import nn
 
+from fairpruner.core.tensor_files import read_all
 from fairpruner.errors import FairprunerError, unknown
 from fairpruner.inputs import hugging_face
 
@@ -138,7 +138,8 @@ def _build(source: str, pretrained: bool = False) -> nn.Module:
             f"Source {source!r} is a {type(build).__name__}, expected a function that builds a model."
         )
     try:
-        model = build()
+        with importable_from(source):
+            model = build()
     except Exception as error:
         raise FairprunerError(
             f"Source {source!r} did not build a model: {type(error).__name__}: {error}"
@@ -190,7 +191,8 @@ def resolve(source: str) -> Any:
             " path/to/file.py:function."
         )
     try:
-        module = _run_file(Path(place)) if place.endswith(".py") else _import_module(place)
+        with importable_from(source):
+            module = _run_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except FairprunerError:
         raise
     except Exception as error:  # the user's own code may raise anything
@@ -207,15 +209,9 @@ def resolve(source: str) -> Any:
         ) from None
 
 
-def _import_module(name: str) -> ModuleType:
-    _importable(Path.cwd())  # a console script does not look there, `python -m` does
-    return importlib.import_module(name)
-
-
 def _run_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise FairprunerError(f"No file {path}.")
-    _importable(path.resolve().parent)  # so that its neighbours can be imported, as when it is run
     loader = SourceFileLoader(path.stem, str(path))
     module = ModuleType(path.stem)
     module.__file__ = str(path)
@@ -223,9 +219,19 @@ def _run_file(path: Path) -> ModuleType:
     return module
 
 
-def _importable(folder: Path) -> None:
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
+@contextmanager
+def importable_from(source: str) -> Iterator[None]:
+    """Inside, what lies beside a source's file, or in the working folder, can be imported."""
+    place = source.rpartition(":")[0]
+    folder = str(Path(place).resolve().parent if place.endswith(".py") else Path.cwd())
+    added = folder not in sys.path
+    if added:
+        sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        if added and folder in sys.path:
+            sys.path.remove(folder)
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
@@ -259,10 +265,10 @@ def load_weights(model: nn.Module, path: Path) -> None:
 
 
 def _read_weights(path: Path) -> dict[str, torch.Tensor]:
-    if not path.is_file():
+    if not path.is_file():  # a pipe or a device is none
         raise FairprunerError(f"No weights file {path}.")
     readers: dict[str, Callable[[Path], Any]] = {
-        ".safetensors": load_file,
+        ".safetensors": lambda file: read_all(file)[1],
         ".pt": _read_checkpoint,
         ".pth": _read_checkpoint,
     }
@@ -274,13 +280,15 @@ def _read_weights(path: Path) -> dict[str, torch.Tensor]:
         raise FairprunerError(
             f"Weights {path} hold more than tensors, which could run code: save model.state_dict() instead."
         ) from error
-    except (SafetensorError, RuntimeError, EOFError, OSError) as error:
-        raise FairprunerError(f"Weights {path} cannot be read: {error}") from error
+    except FairprunerError:
+        raise
+    except Exception as error:  # a file that is no checkpoint makes torch.load raise anything
+        raise FairprunerError(f"Weights {path} cannot be read: {type(error).__name__}: {error}") from error
     for wrapper in ("state_dict", "model"):
         if isinstance(content, Mapping) and isinstance(content.get(wrapper), Mapping):
             content = content[wrapper]
     if not isinstance(content, Mapping) or not all(
-        isinstance(tensor, torch.Tensor) for tensor in content.values()
+        isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in content.items()
     ):
         raise FairprunerError(
             f"Weights {path} hold no state_dict: expected a mapping of names to tensors, alone or under"

@@ -5,21 +5,26 @@ the model wants.
 from __future__ import annotations
 
 import csv
-import json
-import lzma
+import importlib
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from io import StringIO
+from io import BytesIO, StringIO
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
 from fairpruner.core.arrays import Ints
-from fairpruner.errors import FairprunerError, import_extra, unknown
+from fairpruner.core.reading import parse_json
+from fairpruner.errors import FairprunerError, unknown
+from fairpruner.inputs.data_files import MOST_CLASSES, TEXT_LIMIT, read_bytes
 from fairpruner.inputs.datasets import Sampling, choose
+
+MOST_ROWS = 10**7
+NUMBER = re.compile(r"[0-9]{1,18}")  # a class index as text
 
 Row = Mapping[str, Any]
 Tokenizer = Callable[..., Mapping[str, torch.Tensor]]
@@ -97,10 +102,11 @@ def read_rows(path: Path) -> list[Row]:
     if suffix not in READERS:
         raise unknown("kind of text file", suffix, READERS)
     try:
-        with (lzma.open if path.suffix == ".xz" else open)(path, "rb") as file:
-            rows = READERS[suffix](file)
-    except (OSError, EOFError, lzma.LZMAError, UnicodeDecodeError, ValueError, csv.Error) as error:
-        raise FairprunerError(f"Data {path} cannot be read: {error}.") from error
+        rows = READERS[suffix](read_bytes(path), path)
+    except FairprunerError:
+        raise
+    except Exception as error:  # the modules for .csv, .xz and .parquet each raise their own
+        raise FairprunerError(f"Data {path} cannot be read: {type(error).__name__}: {error}.") from error
     if not rows or not all(isinstance(row, dict) for row in rows):
         raise FairprunerError(
             f"Data {path} has {len(rows)} rows, expected at least one, each with named columns."
@@ -112,19 +118,39 @@ def _suffix(path: Path) -> str:
     return path.with_suffix("").suffix if path.suffix == ".xz" else path.suffix
 
 
-def _read_parquet(file: IO[bytes]) -> list[Row]:
-    parquet: Any = import_extra("pyarrow.parquet", "text", "Parquet files")
-    rows: list[Row] = parquet.read_table(file).to_pylist()
+def _read_jsonl(content: bytes, path: Path) -> list[Any]:
+    return [parse_json(line, path) for line in _lines(content) if line.strip()]
+
+
+def _read_csv(content: bytes, path: Path) -> list[Any]:
+    return list(csv.DictReader(_lines(content)))
+
+
+def _read_parquet(content: bytes, path: Path) -> list[Any]:
+    try:
+        parquet = importlib.import_module("pyarrow.parquet")
+    except ModuleNotFoundError as error:
+        raise FairprunerError(
+            f"Parquet files need a package that is not installed ({error.name}): pip install pyarrow."
+        ) from error
+    file = parquet.ParquetFile(BytesIO(content))
+    groups = (file.metadata.row_group(i).total_byte_size for i in range(file.metadata.num_row_groups))
+    if file.metadata.num_rows > MOST_ROWS or sum(groups) > TEXT_LIMIT:
+        raise FairprunerError(
+            f"Data {path} has {file.metadata.num_rows:,} rows, expected at most {MOST_ROWS:,} in"
+            f" {TEXT_LIMIT:,} bytes, unpacked: give a part of it."
+        )
+    rows: list[Any] = file.read().to_pylist()
     return rows
 
 
-def _lines(file: IO[bytes]) -> StringIO:
-    return StringIO(file.read().decode("utf-8"), newline="")
+def _lines(content: bytes) -> StringIO:
+    return StringIO(content.decode("utf-8"), newline="")
 
 
-READERS: dict[str, Callable[[Any], list[Row]]] = {
-    ".jsonl": lambda file: [json.loads(line) for line in _lines(file) if line.strip()],
-    ".csv": lambda file: list(csv.DictReader(_lines(file))),
+READERS: dict[str, Callable[[bytes, Path], list[Any]]] = {
+    ".jsonl": _read_jsonl,
+    ".csv": _read_csv,
     ".parquet": _read_parquet,
 }
 
@@ -147,14 +173,17 @@ def _text(row: Row, name: str, number: int, path: str | Path) -> str:
 def _labels(values: Sequence[Any], classes: Mapping[str, int], path: str | Path) -> Ints:
     """A class index for every row, [n]."""
     if all(
-        isinstance(value, (bool, int)) or (isinstance(value, str) and value.isdigit()) for value in values
+        isinstance(value, int) or (isinstance(value, str) and NUMBER.fullmatch(value)) for value in values
     ):
-        return np.array([int(value) for value in values])
+        numbers = [int(value) for value in values]
+        if not all(abs(number) < MOST_CLASSES for number in numbers):
+            raise FairprunerError(f"Data {path} has labels beyond {MOST_CLASSES:,}, expected class indices.")
+        return np.array(numbers)
     strange = [value for value in values if not isinstance(value, str)]
     if strange:
         raise FairprunerError(
-            f"Data {path} has the label {strange[0]!r} among others, expected whole numbers, or words in"
-            " every row."
+            f"Data {path} has the label {str(strange[0])[:60]!r} among others, expected whole numbers, or"
+            " words in every row."
         )
     words = sorted(set(values))
     known = classes if set(words) <= set(classes) else {word: i for i, word in enumerate(words)}

@@ -1,0 +1,58 @@
+"""Whether a plan fits a model: every tensor, dimension, length and count that it names is there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from torch import nn
+
+from fairpruner.core.plan import Plan
+from fairpruner.core.spaces import Count, Slice
+from fairpruner.errors import FairprunerError
+
+STEP = "Discover and score this model again."
+
+
+def check_fits(model: nn.Module, plan: Plan) -> None:
+    """Refuse a plan whose slices or counts are not those of this model, whatever its fingerprint says."""
+    shapes = {name: tuple(t.shape) for name, t in (*model.named_parameters(), *model.named_buffers())}
+    modules = dict(model.named_modules())
+    lists = {name: (len(module),) for name, module in modules.items() if isinstance(module, nn.ModuleList)}
+    owned: dict[tuple[str, int], np.ndarray] = {}
+    for space in plan.spaces:
+        for part in space.slices:
+            _check_slice(part, {**lists, **shapes}, space.name)
+            mine = part.owner >= 0
+            if (mine & owned.get((part.tensor, part.dim), np.zeros_like(mine))).any():
+                raise FairprunerError(
+                    f"Space {space.name!r} of the plan and another own the same indices of {part.tensor},"
+                    f" dim {part.dim}. {STEP}"
+                )
+            owned[part.tensor, part.dim] = mine | owned.get((part.tensor, part.dim), np.zeros_like(mine))
+        for count in space.counts:
+            _check_count(count, modules, space.name)
+
+
+def _check_slice(part: Slice, shapes: Mapping[str, tuple[int, ...]], space: str) -> None:
+    shape = shapes.get(part.tensor)
+    if shape is None:
+        raise FairprunerError(
+            f"Space {space!r} of the plan owns {part.tensor!r}, which the model lacks. {STEP}"
+        )
+    if part.dim >= len(shape) or part.owner.size != shape[part.dim]:
+        raise FairprunerError(
+            f"Space {space!r} of the plan owns {part.owner.size} indices of {part.tensor}, dim {part.dim},"
+            f" whose shape is {list(shape)}. {STEP}"
+        )
+
+
+def _check_count(count: Count, modules: Mapping[str, nn.Module], space: str) -> None:
+    """A count is a whole number that the module itself holds, as large as the plan says: never a method."""
+    module = modules.get(count.module)
+    value = None if module is None else vars(module).get(count.attribute)
+    if type(value) is not int or value != count.owner.size:
+        raise FairprunerError(
+            f"Space {space!r} of the plan counts {count.owner.size} with the attribute"
+            f" {count.module}.{count.attribute}, which is {str(value)[:60]}. {STEP}"
+        )
