@@ -115,7 +115,7 @@ def test_a_sample_is_even_over_the_classes(tmp_path: Path) -> None:
             "has the label 0.5 among others, expected whole numbers, or words",
         ),
         ('{"text": "a", "c": null}', Columns(label="c"), "has the label None"),
-        ("{not json", Columns(), "cannot be read: "),
+        ("{not json", Columns(), "is no JSON file, or only a part of one"),
         ("", Columns(), "has 0 rows, expected at least one"),
         ("[1]", Columns(), "has 1 rows, expected at least one, each with named columns"),
     ],
@@ -129,7 +129,7 @@ def test_a_bad_file_is_one_clear_error(content: str, columns: Columns, message: 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: load_text("nowhere.jsonl", by_letter, Sampling()), "Data nowhere.jsonl cannot be read"),
+        (lambda: load_text("nowhere.jsonl", by_letter, Sampling()), "Cannot read nowhere.jsonl"),
         (lambda: load_text("texts.xml", by_letter, Sampling()), "Unknown kind of text file '.xml'"),
         (lambda: Columns(text=("a", "b", "c")), "expected one, or two for pairs"),
         (lambda: Columns(length=0), "length is 0, expected at least 1"),

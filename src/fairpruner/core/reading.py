@@ -68,7 +68,7 @@ def understanding(path: str | Path) -> Iterator[None]:
         yield
     except FairprunerError as error:
         raise FairprunerError(f"The content of {path} does not make sense. {error}") from error
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise FairprunerError(
             f"The content of {path} does not make sense. {type(error).__name__}: {str(error)[:300]}"
         ) from error

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fairpruner.errors import FairprunerError
+from fairpruner.inputs.data_files import read_bytes
 from fairpruner.models.calling import call, evaluating
 
 
@@ -33,7 +34,7 @@ class Perplexity:
 def read_tokens(path: str | Path, tokenizer: Any) -> Tensor:
     """The text of a file as tokens, [T], without special tokens."""
     try:
-        text = Path(path).read_bytes().decode("utf-8")  # as bytes, so that line ends are not translated
+        text = read_bytes(Path(path)).decode("utf-8")  # as bytes, so that line ends are not translated
     except (OSError, UnicodeDecodeError) as error:
         raise FairprunerError(f"Text {path} cannot be read: {error}.") from error
     return torch.tensor(

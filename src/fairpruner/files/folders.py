@@ -24,7 +24,7 @@ from fairpruner.files.pretrained_files import CONFIG, PRETRAINED_FILES, write_pr
 from fairpruner.files.shards import SHARD, parse_size, write_shards
 from fairpruner.inputs.hugging_face import is_model, is_source, pretrained
 from fairpruner.inputs.shard_index import INDEX, shard_files
-from fairpruner.inputs.sources import factory_of
+from fairpruner.inputs.sources import factory_of, fits
 from fairpruner.models.counting import count_params
 from fairpruner.models.narrowing import kept_indices
 from fairpruner.models.supported import check_supported
@@ -233,7 +233,7 @@ def _storable(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def _fill(model: nn.Module, tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     state = _state(model)
     wrong = sorted(state.keys() ^ tensors.keys()) or [
-        name for name in state if state[name].shape != tensors[name].shape
+        name for name in state if not fits(tensors[name], state[name])
     ]
     if wrong:
         raise FairprunerError(

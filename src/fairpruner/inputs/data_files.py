@@ -52,7 +52,9 @@ def _read_array(archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: Path) -
         header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
         shape, _, dtype = header(file)
         held = member.file_size - file.tell()
-    if dtype.hasobject or prod(shape) * dtype.itemsize != held:
+    if dtype.hasobject:
+        raise FairprunerError(f"Data {path}: {member.filename} holds Python objects, expected numbers.")
+    if prod(shape) * dtype.itemsize != held:
         raise FairprunerError(
             f"Data {path}: {member.filename} says that it is {dtype}{list(shape)} and has {held:,} bytes."
         )

@@ -248,10 +248,10 @@ def load_weights(model: nn.Module, path: Path) -> None:
             name for name, tensor in expected.items() if name not in found and id(tensor) not in filled
         ],
         "unexpected": [name for name in found if name not in expected],
-        "of another shape": [
-            f"{n} {list(t.shape)} for {list(expected[n].shape)}"
+        "of another shape or kind": [
+            f"{n} {t.dtype}{list(t.shape)} for {expected[n].dtype}{list(expected[n].shape)}"
             for n, t in found.items()
-            if n in expected and t.shape != expected[n].shape
+            if n in expected and not fits(t, expected[n])
         ],
     }
     if any(problems.values()):
@@ -262,6 +262,12 @@ def load_weights(model: nn.Module, path: Path) -> None:
         )
         raise FairprunerError(f"Weights {path} do not fit {type(model).__name__}: {listed}.")
     model.load_state_dict(found, strict=False)
+
+
+def fits(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether a stored tensor can take the place of a model's: it has its shape, and its kind of numbers."""
+    kinds = [(t.is_floating_point(), t.is_complex(), t.dtype == torch.bool) for t in (found, expected)]
+    return found.shape == expected.shape and kinds[0] == kinds[1]
 
 
 def _read_weights(path: Path) -> dict[str, torch.Tensor]:

@@ -182,7 +182,7 @@ def _labels(values: Sequence[Any], classes: Mapping[str, int], path: str | Path)
     strange = [value for value in values if not isinstance(value, str)]
     if strange:
         raise FairprunerError(
-            f"Data {path} has the label {str(strange[0])[:60]!r} among others, expected whole numbers, or"
+            f"Data {path} has the label {repr(strange[0])[:60]} among others, expected whole numbers, or"
             " words in every row."
         )
     words = sorted(set(values))

@@ -37,9 +37,7 @@ def check_fits(model: nn.Module, plan: Plan) -> None:
 def _check_slice(part: Slice, shapes: Mapping[str, tuple[int, ...]], space: str) -> None:
     shape = shapes.get(part.tensor)
     if shape is None:
-        raise FairprunerError(
-            f"Space {space!r} of the plan owns {part.tensor!r}, which the model lacks. {STEP}"
-        )
+        raise FairprunerError(f"Space {space!r} of the plan owns {part.tensor!r}: no such tensor. {STEP}")
     if part.dim >= len(shape) or part.owner.size != shape[part.dim]:
         raise FairprunerError(
             f"Space {space!r} of the plan owns {part.owner.size} indices of {part.tensor}, dim {part.dim},"

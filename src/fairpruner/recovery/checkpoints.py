@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fairpruner.core.fields import field, listed, mapped, real, text, whole
+from fairpruner.core.reading import understanding
 from fairpruner.core.sealed import Json, digest, read_tensors, write_tensors
 from fairpruner.core.writing import written_whole
 from fairpruner.errors import FairprunerError
@@ -44,24 +46,58 @@ def save_checkpoint(checkpoint: Checkpoint, folder: Path, settings: Json) -> Non
         )
 
 
-def load_checkpoint(folder: Path, settings: Json) -> Checkpoint | None:
-    """The checkpoint in a folder, if there is one; refused if another run made it."""
+def load_checkpoint(folder: Path, settings: Json, model: nn.Module) -> Checkpoint | None:
+    """The checkpoint in a folder, if there is one; refused if it is of another run or of another model."""
     path = folder / FILE
     if not path.exists():
         return None
     file, flat = read_tensors(path, "checkpoint")
+    with understanding(path):
+        then = mapped(field(file, "settings"), "settings")
+        content = mapped(field(file, "content"), "content")
+        groups: dict[str, dict[str, Tensor]] = {
+            text(group, "the name of a group of tensors"): {}
+            for group in listed(field(file, "groups"), "the groups of tensors")
+        }
+        for key, tensor in flat.items():
+            group, _, name = key.partition("/")
+            groups[group][name] = tensor
     for name, now in settings.items():
-        then = file["settings"].get(name)
-        if then != now:
+        if then.get(name) != now:
             raise FairprunerError(
-                f"{path} belongs to another run: its {name} is {then}, this run's is {now}. Give what that"
-                " run was given, or another folder."
+                f"{path} belongs to another run: its {name} is {then.get(name)}, this run's is {now}. Give"
+                " what that run was given, or another folder."
             )
-    groups: dict[str, dict[str, Tensor]] = {group: {} for group in file["groups"]}
-    for key, tensor in flat.items():
-        group, _, name = key.partition("/")
-        groups[group][name] = tensor
-    return Checkpoint(groups, file["content"])
+    with understanding(path):
+        _check_content(content, settings["epochs"])
+        for group in ("model", "best", "average"):
+            if group == "model" or groups.get(group):
+                _check_tensors(groups[group], model)
+    return Checkpoint(groups, content)
+
+
+def _check_content(content: Json, epochs: int) -> None:
+    """Refuse numbers that no run leaves, so that a run which takes them up does not fail later."""
+    whole(field(content, "epoch"), "epoch", at_most=epochs)
+    whole(field(content, "position"), "position")
+    for name, number in mapped(field(content, "tally"), "tally").items():
+        real(number, f"{name} of the tally")
+    history = listed(field(content, "history"), "history")
+    for number, epoch in enumerate(history, start=1):
+        whole(field(epoch, "number"), "the number of an epoch", at_least=number, at_most=number)
+        for name, value in epoch.items():
+            if value is not None or name in ("learning_rate", "loss", "seconds"):
+                real(value, f"{name} of an epoch")
+    if field(content, "best") is not None:
+        whole(content["best"], "the best epoch", at_least=1, at_most=len(history))
+
+
+def _check_tensors(found: Tensors, model: nn.Module) -> None:
+    expected = tensors_of_model(model)
+    for name in sorted(found.keys() | expected.keys()):
+        shapes = [list(t[name].shape) if name in t else None for t in (found, expected)]
+        if shapes[0] != shapes[1]:
+            raise FairprunerError(f"{name} has the shape {shapes[0]}, expected {shapes[1]}.")
 
 
 def tensors_of_model(model: nn.Module) -> dict[str, Tensor]:

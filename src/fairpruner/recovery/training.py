@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fairpruner.core.reading import understanding
 from fairpruner.core.sealed import Json
 from fairpruner.errors import FairprunerError, check_whole_number, import_extra
 from fairpruner.inputs.batches import Batch, check_rereadable, forward, mean_loss
@@ -334,11 +335,15 @@ class _Training:
         """Load the folder's checkpoint; without one, save the start, so that a folder that cannot be
         written is found at once.
         """
-        checkpoint = load_checkpoint(self.folder, self.settings) if self.folder is not None else None
+        checkpoint = load_checkpoint(self.folder, self.settings, self.net) if self.folder else None
         self.accelerator.wait_for_everyone()  # all processes must have read before one writes
         if checkpoint is None:
             self._save()
             return
+        with understanding(f"the checkpoint in {self.folder}"):
+            self._restore(checkpoint)
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
         tensors, content = checkpoint.tensors, checkpoint.content
         fill(self.net, tensors["model"])
         if self.average is not None:

@@ -10,11 +10,12 @@ from fairpruner.allocation.diagnostics import diagnose
 from fairpruner.core.costs import predict
 from fairpruner.core.latency import LatencyTable, check_table
 from fairpruner.core.plan import Plan
+from fairpruner.core.reading import read_json
 from fairpruner.core.scores import Scores
 from fairpruner.errors import FairprunerError
 from fairpruner.files import PLAN, REPORT
 from fairpruner.reporting.facts import SpaceFacts
-from fairpruner.reporting.numbers import NumbersByModel, read_json, read_numbers
+from fairpruner.reporting.numbers import NumbersByModel, read_numbers
 from fairpruner.reporting.output import Report
 
 TOLERANCE = 0.1  # of the first plan that a report of scores alone shows
@@ -84,4 +85,7 @@ def _measured_at_saving(folder: Path) -> NumbersByModel:
     """The measured numbers in the report that was saved with a pruned model."""
     if not (folder / REPORT).is_file():
         return {}
-    return read_numbers({folder.name: read_json(folder / REPORT).get("measured", {})})
+    content = read_json(folder / REPORT)
+    if not isinstance(content, dict):
+        raise FairprunerError(f"{folder / REPORT} is no report of fairpruner: restore it, or remove it.")
+    return read_numbers({folder.name: content.get("measured", {})})

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from fairpruner.core.reading import read_json
 from fairpruner.errors import FairprunerError
 
 # model -> name of a number -> value: {"cut": {"accuracy": 0.91, "flops": 62e6}}
+LARGEST = 1e300  # of a finite number; a whole one may have any number of digits
+
 NumbersByModel = Mapping[str, Mapping[str, float]]
 
 
@@ -40,18 +40,8 @@ def check_numbers(measured: NumbersByModel) -> None:
     """Raise unless all values are finite numbers."""
     for model, numbers in measured.items():
         for name, value in numbers.items():
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < LARGEST:
                 raise FairprunerError(
-                    f"The measured {name!r} of {model!r} is {value!r}, expected a finite number: leave out"
-                    " what was not measured."
+                    f"The measured {name!r} of {model!r} is {str(value)[:60]}, expected a finite number:"
+                    " leave out what was not measured."
                 )
-
-
-def read_json(path: str | Path) -> Any:
-    """The content of a JSON file."""
-    try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise FairprunerError(f"Cannot read {path}: {error}.") from error
-    except ValueError as error:
-        raise FairprunerError(f"{path} is not a complete JSON file: {error}.") from error

@@ -14,11 +14,11 @@ from fairpruner.allocation import allocate
 from fairpruner.core.budget import METRICS
 from fairpruner.core.marks import FIGURE, mark
 from fairpruner.core.plan import Plan
+from fairpruner.core.reading import read_json
 from fairpruner.core.scores import Scores
 from fairpruner.core.writing import written_whole
 from fairpruner.errors import FairprunerError, unknown
 from fairpruner.files import PLAN
-from fairpruner.reporting.numbers import read_json
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
