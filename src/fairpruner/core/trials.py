@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from fairpruner.core.fields import field, real, text, truth, whole
 from fairpruner.core.sealed import Json
 
 
@@ -31,7 +32,13 @@ class Trial:
 
     @staticmethod
     def from_json(content: Mapping[str, Any]) -> Trial:
-        return Trial(**content)
+        return Trial(
+            **{name: text(field(content, name), name) for name in ("removal", "rule", "spaces", "repair")},
+            samples=whole(field(content, "samples"), "samples"),
+            kept=real(field(content, "kept"), "kept"),
+            distance=real(field(content, "distance"), "distance"),
+            chosen=truth(content.get("chosen", False), "chosen"),
+        )
 
     @property
     def cells(self) -> tuple[str, ...]:
