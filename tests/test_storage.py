@@ -26,6 +26,7 @@ from fairpruner.core.plan import Plan
 from fairpruner.core.scores import Scores
 from fairpruner.core.sealed import digest, readable
 from fairpruner.core.spaces import CostModel, Count, Factor, Slice, Spaces, Term, UnitSpace
+from fairpruner.core.trials import Trial
 from fairpruner.files import folders
 
 
@@ -201,6 +202,7 @@ def hand_made_plan() -> Plan:
         exact=True,
         predicted=predict(spaces, {"a.conv": (2, 0)}),
         original=predict(spaces, {}),
+        tried=(Trial("l1", "tod", "all", "none", samples=10, kept=0.5, distance=0.1, chosen=True),),
     )
 
 
