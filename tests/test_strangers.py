@@ -206,7 +206,7 @@ def test_what_a_plan_says_it_costs_is_worked_out_anew(plan: fp.Plan, tmp_path: P
 
 def test_a_plan_that_records_no_example_needs_one(plan: fp.Plan, tmp_path: Path) -> None:
     content = plan.to_json()
-    content["spaces"]["example"] = None
+    content["spaces"]["examples"] = None
     loaded = fp.Plan.load(seal(tmp_path / "plan.json", "plan", content))
     with pytest.raises(fp.FairprunerError, match="records no example to verify it on: give example="):
         fp.cut(Net(), loaded)

@@ -114,7 +114,10 @@ def _form(space: UnitSpace) -> tuple[object, ...]:
 
 
 def disagreement(
-    model: nn.Module, examples: Sequence[Any], spaces: Sequence[UnitSpace], removed: Mapping[str, Sequence[int]]
+    model: nn.Module,
+    examples: Sequence[Any],
+    spaces: Sequence[UnitSpace],
+    removed: Mapping[str, Sequence[int]],
 ) -> str:
     """Why mask and cut of just these units do not agree on the examples, or nothing."""
     units = {name: np.asarray(gone, dtype=np.int64) for name, gone in removed.items()}
