@@ -109,9 +109,9 @@ def _accelerator() -> Accelerator:
         if dist.is_available() and dist.is_initialized()
         else int(os.environ.get("WORLD_SIZE", "1"))
     )
-    devices = getattr(torch, "accelerator", torch.cuda)  # torch.accelerator came with torch 2.6
     accelerate = import_extra("accelerate", "train", "Recovery")
-    accelerator: Accelerator = accelerate.Accelerator(cpu=launched > 1 and not devices.is_available())
+    on_cpu = launched > 1 and not torch.accelerator.is_available()
+    accelerator: Accelerator = accelerate.Accelerator(cpu=on_cpu)
     if accelerator.num_processes != launched:
         raise FairprunerError(
             f"{launched} processes were launched, but accelerate joined {accelerator.num_processes}: set"
