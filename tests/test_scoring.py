@@ -529,12 +529,10 @@ def test_labels_that_are_no_class_indices(labels: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        (torch.zeros(8, 5), r"Batch 0 is float32\[8, 5\], expected \(input, label\) or a dict"),
-        ((1, 2, 3), "expected \\(input, label\\) or a dict"),
-        (
-            {"x": torch.zeros(8, 5), "kind": 1},
-            r"keys \['kind', 'x'\], expected a label under one of labels, label, y, target",
-        ),
+        ("words", r"Batch 0 is str, expected \(input, label\), \(input, input, label\), a dict, or inputs"),
+        ((), r"Batch 0 is \(\), expected \(input, label\)"),
+        ((1, 2, 3), r"Batch 0 has \(int, int\) as its input, expected a tensor"),
+        ({"x": torch.zeros(8, 5), "kind": 1}, r"Batch 0 does not fit the model"),
         ((torch.tensor(1.0), torch.tensor([1])), "expected a tensor whose dim 0 counts the samples"),
     ],
 )

@@ -20,8 +20,9 @@ from torch.nn import functional as F
 from transformers_zoo import hugging_face
 
 import fairpruner as fp
-from fairpruner.inputs.batches import mean_loss, read_batches
+from fairpruner.inputs.batches import read_batches
 from fairpruner.inputs.datasets import Sampling
+from fairpruner.inputs.losses import mean_loss
 from fairpruner.inputs.text import Columns, load_text
 from fairpruner.inputs.tokens import IGNORED, targets_of
 from fairpruner.models.observing import LastInput
@@ -383,7 +384,7 @@ def test_an_encoder_decoder_has_two_paddings() -> None:
 @pytest.mark.parametrize(
     ("item", "message"),
     [
-        ({"pixels": torch.zeros(2, 3)}, r"is a dict with the keys \['pixels'\], expected a label"),
+        ({"pixels": torch.zeros(2, 3)}, r"Batch 0 does not fit the model"),
         (padded([[5], [6]]), "Batch 0 has no token to predict: give longer texts"),
         (
             {**padded([[5, 6, 7]]), "labels": torch.zeros(1, 2, dtype=torch.int64)},

@@ -90,7 +90,7 @@ def prune(
     _check_preset(preset, methods, options)
     for given in (data, train):
         check_rereadable(given, "every round reads it")
-    spaces = discover(model, example_of(data, device_of_model(model)), **options["discover"])
+    spaces = discover(model, example_of(data, device_of_model(model), model), **options["discover"])
     current, whole = model, None
     for done in range(1, rounds + 1):
         if keep is not None and rounds == 1 and preset == "best":
@@ -121,7 +121,7 @@ def _searched(
     """The best smaller model that a search finds, over all that `options` leave open."""
     if search.keep.metric in KINDS_OF_METRIC:  # other kinds of units stay whole anyway
         spaces = spaces.only(kinds=KINDS_OF_METRIC[search.keep.metric])
-    first = next(read_batches(data, device_of_model(model)))
+    first = next(read_batches(data, device_of_model(model), model))
     scoring, limits = dict(options["score"]), {"exact": True, **options["allocate"]}
     if scoring.get("removal") is None:
         scoring["removal"] = useful_removals(spaces, classes=first.has_classes and first.labels.ndim == 1)

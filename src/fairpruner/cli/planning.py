@@ -46,7 +46,7 @@ from fairpruner.core.scores import Scores
 from fairpruner.errors import FairprunerError
 from fairpruner.inputs.datasets import example_of
 from fairpruner.inputs.hugging_face import is_causal
-from fairpruner.inputs.sources import example_for, load_model
+from fairpruner.inputs.sources import example_for, load_model, resolve
 from fairpruner.inputs.text import is_rows
 from fairpruner.terminal import Printable
 
@@ -123,6 +123,16 @@ def score(
     groups: Annotated[
         int | None, typer.Option(help="Compare this many groups of similar classes instead of all classes.")
     ] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(help=f"One of {', '.join(fp.signals.TASKS)}; by default what the labels show."),
+    ] = None,
+    loss: Annotated[
+        str | None,
+        typer.Option(
+            help="Your loss(output, labels), as path/to/file.py:function; by default that of the task."
+        ),
+    ] = None,
     reading: Reading = CALIBRATION,
     skip: Skip = None,
     kinds: Kinds = None,
@@ -131,6 +141,10 @@ def score(
     as_json: AsJson = False,
 ) -> None:
     """Score every unit of a model on calibration data, once: every budget after that is instant."""
+    if task and loss:
+        raise FairprunerError(
+            f"Found --task {task} and --loss {loss}, expected one: a loss replaces the task's."
+        )
     check_output(output, "scores", model, data, weights, force=force)
     net = trained(model, weights, device)
     if is_rows(data) and reading.label_column is None and not is_causal(net):
@@ -141,7 +155,7 @@ def score(
     batches = reading.read(model, net, data)
     spaces = fp.discover(
         net,
-        example_of(batches, torch.device(device)),
+        example_of(batches, torch.device(device), net),
         kinds=parse_names(kinds) if kinds else None,
         skip=skip or (),
     )
@@ -152,6 +166,7 @@ def score(
         spaces=spaces,
         removal=removals,
         protection=protections,
+        loss=resolve(loss) if loss else task,
         groups=groups,
         seed=reading.seed,
     )

@@ -89,9 +89,12 @@ def show_scores(scores: Scores, place: str) -> Printable:
             for s in scores.spaces
         ],
         notes=(
-            ["Stability: rank correlation of the scores from two disjoint halves of the data."]
-            if headings
-            else []
+            *([scores.settings["why"]] if "why" in scores.settings else []),
+            *(
+                ["Stability: rank correlation of the scores from two disjoint halves of the data."]
+                if headings
+                else []
+            ),
         ),
     )
     items = [

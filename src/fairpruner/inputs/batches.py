@@ -1,38 +1,42 @@
-"""Reading calibration data: batches of many forms, and the loss on them."""
+"""Reading calibration data: batches in many forms become inputs, labels and a position."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fairpruner.errors import FairprunerError
-from fairpruner.inputs.tokens import IGNORED, own_labels, real_tokens, targets_of
+from fairpruner.inputs.tokens import IGNORED, own_labels, targets_of
 from fairpruner.models.calling import call, describe, tensors_of
-from fairpruner.models.precision import widened
 
-Loss = Callable[[Any, Any], Tensor]
-
-LABEL_KEYS = ("labels", "label", "y", "target")
+LABEL_KEYS = ("labels", "label", "y", "target", "targets")
+FORMS = "(input, label), (input, input, label), a dict, or inputs without labels"
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """What the model is called with, the labels of its samples, and the place in the data."""
+    """What the model is called with, the labels of its samples, and the place in the data.
+
+    The labels are a tensor, a list of dicts with the boxes of each image, or None.
+    """
 
     inputs: Any
-    labels: Tensor
+    labels: Any
     position: int
 
     @property
     def size(self) -> int:
-        """The number of samples: the length of the first tensor the model is called with."""
-        first = next(tensors_of(self.inputs), self.labels)
-        if first.ndim == 0:
+        """The number of samples: of images in a list, or the length of the model's first input tensor."""
+        if isinstance(self.labels, list):
+            return len(self.labels)
+        first = next(tensors_of(self.inputs), None)
+        if first is None or first.ndim == 0:
             raise FairprunerError(
                 f"Batch {self.position} has {describe(self.inputs)} as its input, expected a tensor whose dim"
                 " 0 counts the samples."
@@ -41,21 +45,19 @@ class Batch:
 
     def rows(self, start: int, stop: int) -> Batch:
         """The samples from `start` to `stop` as a batch of their own."""
-        size = self.size
-
-        def some(tensor: Tensor) -> Tensor:
-            return tensor[start:stop] if tensor.ndim and tensor.shape[0] == size else tensor
-
-        return Batch(_map(self.inputs, some), some(self.labels), self.position)
+        return self.some(torch.arange(self.size)[start:stop])
 
     def some(self, chosen: Tensor) -> Batch:
         """The samples of these indices, [n], as a batch of their own."""
         size = self.size
+        if isinstance(self.labels, list):
+            images = [self.inputs[0][i] for i in chosen.tolist()]
+            return Batch([images], [self.labels[i] for i in chosen.tolist()], self.position)
 
         def taken(tensor: Tensor) -> Tensor:
             return tensor[chosen.to(tensor.device)] if tensor.ndim and tensor.shape[0] == size else tensor
 
-        return Batch(_map(self.inputs, taken), taken(self.labels), self.position)
+        return Batch(_map(self.inputs, taken), _map(self.labels, taken), self.position)
 
     def predicted_tokens(self) -> int:
         """How many tokens the default loss of a language model is the mean over."""
@@ -64,15 +66,16 @@ class Batch:
 
     @property
     def has_classes(self) -> bool:
-        """Whether there may be classes to compare: texts whose labels are their tokens have none."""
-        return self.labels.ndim <= 1 or real_tokens(self.inputs) is None
+        """Whether the labels are one whole number for each sample."""
+        labels = self.labels
+        return isinstance(labels, Tensor) and labels.ndim == 1 and not labels.is_floating_point()
 
     def class_labels(self) -> Tensor:
         """The labels, refused unless they are one class index for each sample, int64 [N]."""
-        found = describe(self.labels)
-        if self.labels.is_floating_point() or self.labels.is_complex() or self.labels.ndim != 1:
+        if not self.has_classes or self.labels.is_complex():
+            found = "no labels" if self.labels is None else f"labels {describe(self.labels)}"
             raise FairprunerError(
-                f"Batch {self.position} has labels {found}, expected class indices: integers of shape"
+                f"Batch {self.position} has {found}, expected class indices: integers of shape"
                 f" [{self.size}]. Choose signals and a loss that need no classes, or give indices."
             )
         if len(self.labels) != self.size:
@@ -85,32 +88,117 @@ class Batch:
                 f"Batch {self.position} has the label {int(self.labels.min())}, expected class indices from 0"
                 " upwards."
             )
-        return self.labels.long()
+        labels: Tensor = self.labels.long()
+        return labels
 
 
-def read_batches(data: Iterable[Any], device: torch.device) -> Iterator[Batch]:
-    """Every batch of `data`, moved to `device`: (input, label) pairs, or dicts with the label under one
-    of LABEL_KEYS.
+def read_batches(
+    data: Iterable[Any], device: torch.device, model: nn.Module | None = None
+) -> Iterator[Batch]:
+    """Every batch of `data`, moved to `device`.
 
-    A dict of tokens may come without: its tokens are then their own labels, to be predicted one ahead.
+    A batch is (input, label), (input, input, label), a dict with the label under one of LABEL_KEYS, or one of
+    them without the label. The `model` tells the forms apart: what its forward requires is an input. numpy
+    arrays become tensors. A dict of tokens without labels has the tokens as labels, predicted one ahead.
     """
+    arguments = _Arguments.of(model)
     for position, item in enumerate(_reading(data)):
-        if isinstance(item, Mapping):
-            key = next((k for k in LABEL_KEYS if k in item), None)
-            inputs = {k: v for k, v in item.items() if k != key}
-            labels = item[key] if key is not None else own_labels(inputs)
-            if labels is None:
-                raise FairprunerError(
-                    f"Batch {position} is a dict with the keys {sorted(map(str, item))}, expected a label"
-                    f" under one of {', '.join(LABEL_KEYS)}."
-                )
-        elif isinstance(item, (tuple, list)) and len(item) == 2:
-            inputs, labels = item
-        else:
-            raise FairprunerError(f"Batch {position} is {describe(item)}, expected (input, label) or a dict.")
-        batch = Batch(_map(inputs, lambda t: t.to(device)), _tensor(labels, position).to(device), position)
+        inputs, labels = _divided(item, arguments, position)
+        batch = Batch(
+            _map(_tensors(inputs, arguments.dtype), lambda t: t.to(device)),
+            _map(_labels(labels, position), lambda t: t.to(device)),
+            position,
+        )
         if batch.size:
             yield batch
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    """What a model's forward takes."""
+
+    required: int = 1  # positional arguments without a default
+    names: frozenset[str] | None = None  # of all arguments; None if it takes any
+    dtype: torch.dtype = torch.float32  # of its floating-point parameters
+
+    @staticmethod
+    def of(model: nn.Module | None) -> _Arguments:
+        if model is None:
+            return _Arguments()
+        parameters = inspect.signature(model.forward).parameters.values()
+        positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        required = sum(p.default is p.empty for p in positional)
+        anything = any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters)
+        dtypes = (p.dtype for p in model.parameters() if p.is_floating_point())
+        names = None if anything else frozenset(p.name for p in parameters)
+        return _Arguments(max(required, 1), names, next(dtypes, torch.float32))
+
+
+def _divided(item: Any, arguments: _Arguments, position: int) -> tuple[Any, Any]:
+    """The inputs and the labels of one item of the data; None for no labels."""
+    if isinstance(item, Mapping):
+        return _divided_dict(item, arguments)
+    if isinstance(item, (Tensor, np.ndarray)):
+        return item, None
+    if not isinstance(item, (tuple, list)) or not item:
+        raise FairprunerError(f"Batch {position} is {describe(item)}, expected {FORMS}.")
+    if len(item) == 1:
+        return item[0], None
+    *inputs, labels = item
+    if len(inputs) == 1 and isinstance(inputs[0], (tuple, list)) and _are_images(inputs[0], labels):
+        return [list(inputs[0])], [dict(target) for target in labels]  # a list of images is one argument
+    if len(inputs) == 1 and isinstance(inputs[0], (tuple, list, Mapping)):
+        return inputs[0], labels  # ((input, input), label), as is, or ({name: input}, label)
+    if arguments.required >= len(item):
+        return list(item), None  # forward requires all of them
+    return (inputs[0] if len(inputs) == 1 else inputs), labels
+
+
+def _divided_dict(item: Mapping[Any, Any], arguments: _Arguments) -> tuple[Any, Any]:
+    key = next((key for key in LABEL_KEYS if key in item), None)
+    # Texts, paths and other columns that are no numbers are not for the model.
+    inputs = {k: v for k, v in item.items() if k != key and _holds_numbers(v)}
+    labels = own_labels(inputs) if key is None else item[key]
+    if arguments.names is not None and len(inputs) == 1 and not arguments.names & set(inputs):
+        return next(iter(inputs.values())), labels  # {"image": x, "label": y} for forward(x)
+    return inputs, labels
+
+
+def _are_images(images: Any, labels: Any) -> bool:
+    """Whether a pair is a list of images and a list of dicts with their boxes."""
+    listed = isinstance(labels, (tuple, list)) and len(labels) == len(images) > 0
+    tensors = all(isinstance(image, (Tensor, np.ndarray)) for image in images)
+    return listed and tensors and all(isinstance(target, Mapping) for target in labels)
+
+
+def _holds_numbers(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(map(_holds_numbers, value))
+    return not isinstance(value, (str, bytes)) and value is not None
+
+
+def _tensors(value: Any, dtype: torch.dtype) -> Any:
+    """The same structure with numpy arrays as tensors; numpy's float64 becomes the model's dtype."""
+    if isinstance(value, np.ndarray):
+        tensor = torch.from_numpy(np.ascontiguousarray(value))
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+    if isinstance(value, Mapping):
+        return {k: _tensors(v, dtype) for k, v in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_tensors(v, dtype) for v in value]
+    return value
+
+
+def _labels(labels: Any, position: int) -> Any:
+    """The labels as a tensor; a list of dicts with boxes, and None, stay what they are."""
+    if labels is None or (isinstance(labels, list) and labels and all(isinstance(t, dict) for t in labels)):
+        return labels
+    try:
+        return torch.as_tensor(labels)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise FairprunerError(
+            f"Batch {position} has labels of type {type(labels).__name__}, expected a tensor: {error}"
+        ) from error
 
 
 def _reading(data: Iterable[Any]) -> Iterator[Any]:
@@ -126,16 +214,6 @@ def _reading(data: Iterable[Any]) -> Iterator[Any]:
         raise FairprunerError(
             f"The data failed at batch {position}: {type(data).__name__} raised {type(error).__name__}:"
             f" {error}"
-        ) from error
-
-
-def _tensor(labels: Any, position: int) -> Tensor:
-    try:
-        return torch.as_tensor(labels)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise FairprunerError(
-            f"Batch {position} has labels of type {type(labels).__name__}, expected a tensor of class"
-            f" indices: {error}"
         ) from error
 
 
@@ -188,92 +266,3 @@ def forward(model: nn.Module, batch: Batch) -> Any:
             f"Batch {batch.position} does not fit the model: {type(model).__name__} called with"
             f" {describe(batch.inputs)} raised {type(error).__name__}: {error}"
         ) from error
-
-
-def logits_of(output: Any) -> Tensor | None:
-    """The logits inside a model's output: itself, `.logits`, `["logits"]`, or the first tensor of a
-    tuple.
-    """
-    if isinstance(output, Tensor):
-        return output
-    if isinstance(output, (tuple, list)):
-        return next((item for item in output if isinstance(item, Tensor)), None)
-    named = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
-    return named if isinstance(named, Tensor) else None
-
-
-def mean_loss(loss: Loss | None, output: Any, batch: Batch) -> Tensor:
-    """The loss of a batch, checked to be one finite number; cross-entropy on the logits, of classes or of
-    tokens, when `loss` is None.
-    """
-    value = _cross_entropy(output, batch) if loss is None else _called(loss, output, batch)
-    if not isinstance(value, Tensor) or value.ndim != 0:
-        raise FairprunerError(
-            f"The loss of batch {batch.position} is {describe(value)}, expected a scalar tensor: the mean"
-            " over the batch."
-        )
-    if not torch.isfinite(value):
-        raise FairprunerError(
-            f"The loss of batch {batch.position} is {value.item()}, expected a finite number: look at that"
-            " batch and at the model's weights."
-        )
-    return value
-
-
-def _called(loss: Loss, output: Any, batch: Batch) -> Any:
-    try:
-        return loss(output, batch.labels)
-    except FairprunerError:
-        raise
-    except Exception as error:
-        raise FairprunerError(
-            f"The loss failed on batch {batch.position}: called with the output {describe(output)} and the"
-            f" labels {describe(batch.labels)} it raised {type(error).__name__}: {error}"
-        ) from error
-
-
-def _cross_entropy(output: Any, batch: Batch) -> Tensor:
-    logits = logits_of(output)
-    if logits is not None and logits.ndim == 3:
-        return _token_cross_entropy(logits, batch)
-    labels = batch.class_labels()
-    if logits is None or logits.ndim != 2 or len(logits) != len(labels):
-        raise FairprunerError(
-            f"The model returned {describe(output)}, expected logits of shape [{len(labels)}, classes] for"
-            " cross-entropy. Pass loss= for other outputs."
-        )
-    if int(labels.max()) >= logits.shape[1]:
-        raise FairprunerError(
-            f"Batch {batch.position} has the label {int(labels.max())}, expected class indices below the"
-            f" {logits.shape[1]} logits."
-        )
-    return F.cross_entropy(widened(logits), labels)
-
-
-def token_losses(output: Any, batch: Batch) -> Tensor | None:
-    """The cross-entropy of every position of a batch of texts, [N, T], 0 where nothing is predicted; None
-    for other outputs.
-    """
-    logits, targets = logits_of(output), targets_of(batch.inputs, batch.labels)
-    if logits is None or logits.ndim != 3 or targets is None or targets.shape != logits.shape[:2]:
-        return None
-    return F.cross_entropy(widened(logits).movedim(2, 1), targets, ignore_index=IGNORED, reduction="none")
-
-
-def _token_cross_entropy(logits: Tensor, batch: Batch) -> Tensor:
-    """The mean over all tokens that have to be predicted; logits [N, T, V]."""
-    targets = targets_of(batch.inputs, batch.labels)
-    if targets is None or targets.shape != logits.shape[:2]:
-        raise FairprunerError(
-            f"The model returned logits {list(logits.shape)} and batch {batch.position} has labels"
-            f" {describe(batch.labels)}, expected a label for each of its tokens. Pass loss= for other"
-            " outputs."
-        )
-    if bool((targets == IGNORED).all()):
-        raise FairprunerError(
-            f"Batch {batch.position} has no token to predict: give longer texts, or labels other than"
-            f" {IGNORED}."
-        )
-    # Ignoring what is not predicted is quicker than picking the rest out of the logits, which would copy
-    # them.
-    return F.cross_entropy(widened(logits).flatten(0, 1), targets.flatten(), ignore_index=IGNORED)

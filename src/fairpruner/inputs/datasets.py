@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
 from fairpruner.core.arrays import Ints
@@ -216,9 +217,9 @@ def _length(batch: Any) -> int:
     return next((len(tensor) for tensor in tensors_of(batch) if tensor.ndim), 1)
 
 
-def example_of(data: Iterable[Any], device: torch.device) -> Any:
+def example_of(data: Iterable[Any], device: torch.device, model: nn.Module | None = None) -> Any:
     """The first sample of the data, as the model is called with it: what `discover` needs."""
-    first = next(read_batches(data, device), None)
+    first = next(read_batches(data, device, model), None)
     if first is None:
         raise FairprunerError("The data yields no batch: give at least one sample.")
     return first.rows(0, 1).inputs

@@ -34,12 +34,14 @@ def real_tokens(inputs: Any, reader: str = "") -> Tensor | None:
     )
 
 
-def counted_tokens(inputs: Any, labels: Tensor, reader: str = "") -> Tensor | None:
+def counted_tokens(inputs: Any, labels: Any, reader: str = "") -> Tensor | None:
     """Which tokens enter statistics, bool [N, T]: those that are no padding and, if every token has a
     label, are predicted; None if the inputs are no batch of texts.
     """
     real = real_tokens(inputs, reader)
-    return real if real is None or labels.shape != real.shape else real & (labels != IGNORED)
+    if real is None or not isinstance(labels, Tensor) or labels.shape != real.shape:
+        return real
+    return real & (labels != IGNORED)
 
 
 def counted_rows(total: int, inputs: Any, reader: str) -> Tensor:
@@ -58,7 +60,7 @@ def own_labels(inputs: Any) -> Tensor | None:
     return None if real is None else inputs["input_ids"].masked_fill(~real, IGNORED)
 
 
-def targets_of(inputs: Any, labels: Tensor) -> Tensor | None:
+def targets_of(inputs: Any, labels: Any) -> Tensor | None:
     """What each position predicts, [N, T], IGNORED where it predicts nothing; None if neither inputs nor
     labels are tokens.
 
@@ -69,14 +71,14 @@ def targets_of(inputs: Any, labels: Tensor) -> Tensor | None:
     >>> targets_of({"input_ids": torch.tensor([[5, 6, 7]])}, torch.tensor([0])).tolist()
     [[6, 7, -100]]
     """
+    if not isinstance(labels, Tensor):
+        return None
     own = own_labels(inputs)
-    if labels.ndim != 2:
-        labels = own if own is not None else labels
-    if labels.ndim != 2 or own is None or labels.shape != own.shape:
-        return labels if labels.ndim == 2 else None
-    labels = labels.masked_fill(own == IGNORED, IGNORED)
-    if not torch.equal(torch.where(labels == IGNORED, own, labels), own):
-        return labels
-    return torch.nn.functional.pad(
-        labels[:, 1:].masked_fill(own[:, :-1] == IGNORED, IGNORED), (0, 1), value=IGNORED
-    )
+    found: Tensor = own if labels.ndim != 2 and own is not None else labels
+    if found.ndim != 2 or own is None or found.shape != own.shape:
+        return found if found.ndim == 2 else None
+    found = found.masked_fill(own == IGNORED, IGNORED)
+    if not torch.equal(torch.where(found == IGNORED, own, found), own):
+        return found
+    after_text = own[:, :-1] != IGNORED
+    return torch.nn.functional.pad(found[:, 1:].masked_fill(~after_text, IGNORED), (0, 1), value=IGNORED)

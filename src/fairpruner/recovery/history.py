@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fairpruner.inputs.batches import Batch, logits_of
+from fairpruner.inputs.batches import Batch
+from fairpruner.inputs.losses import logits_of
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from fairpruner.errors import FairprunerError, unknown
-from fairpruner.inputs.batches import Batch, Loss, forward, logits_of, mean_loss
+from fairpruner.inputs.batches import Batch, forward
+from fairpruner.inputs.losses import Loss, logits_of, mean_loss
 from fairpruner.models.calling import describe
 
 MakeOptimizer = Callable[[list[nn.Parameter], "Recipe"], Optimizer]

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from fairpruner.core.reading import understanding
 from fairpruner.core.sealed import Json
 from fairpruner.errors import FairprunerError, check_whole_number, import_extra
-from fairpruner.inputs.batches import Batch, check_rereadable, forward, mean_loss
+from fairpruner.inputs.batches import Batch, check_rereadable, forward
+from fairpruner.inputs.losses import mean_loss
 from fairpruner.models.narrowing import copy_with
 from fairpruner.recovery.averaging import ema_of
 from fairpruner.recovery.checkpoints import (

@@ -14,7 +14,8 @@ from torch import nn
 
 from fairpruner.core.plan import Plan
 from fairpruner.errors import FairprunerError, unknown
-from fairpruner.inputs.batches import Batch, Loss, check_rereadable, forward, mean_loss, read_batches
+from fairpruner.inputs.batches import Batch, check_rereadable, forward, read_batches
+from fairpruner.inputs.losses import Loss, mean_loss
 from fairpruner.models.calling import evaluating
 from fairpruner.models.devices import device_of_model
 from fairpruner.models.fingerprint import check_same_model
@@ -84,7 +85,7 @@ def repair(
     told = [] if notes is None else notes
     device = device_of_model(model)
     with torch.inference_mode(False), torch.no_grad(), evaluating(model), evaluating(small):
-        first = next(read_batches(data, device), None)
+        first = next(read_batches(data, device, model), None)
         if first is None:
             raise FairprunerError(
                 "The data holds no samples: give a loader, or a list of batches, that yields at least one."
@@ -94,7 +95,7 @@ def repair(
         least = _loss(best, data, device, loss)
         for name in methods:
             trial = copy.deepcopy(best)
-            lines = METHODS[name](trial, model, plan, partial(_sweep, name, data, device), wires)
+            lines = METHODS[name](trial, model, plan, partial(_sweep, name, data, device, model), wires)
             after = _loss(trial, data, device, loss)
             if after <= least:
                 best, least = trial, after
@@ -108,9 +109,9 @@ def repair(
     return best
 
 
-def _sweep(method: str, data: Iterable[Any], device: torch.device) -> Iterator[Batch]:
+def _sweep(method: str, data: Iterable[Any], device: torch.device, model: nn.Module) -> Iterator[Batch]:
     with progress(f"repair: {method}", data) as advance:
-        for batch in read_batches(data, device):
+        for batch in read_batches(data, device, model):
             yield batch
             advance(batch.size)
 
@@ -118,7 +119,7 @@ def _sweep(method: str, data: Iterable[Any], device: torch.device) -> Iterator[B
 def _loss(model: nn.Module, data: Iterable[Any], device: torch.device, loss: Loss | None) -> float:
     """The mean loss of the samples."""
     total, samples = 0.0, 0
-    for batch in read_batches(data, device):
+    for batch in read_batches(data, device, model):
         total += float(mean_loss(loss, forward(model, batch), batch)) * batch.size
         samples += batch.size
     return total / samples

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 
 from fairpruner.core.spaces import Kind, Spaces, UnitSpace
 from fairpruner.errors import FairprunerError
-from fairpruner.inputs.batches import Batch, Loss, forward, logits_of, mean_loss, token_losses
-from fairpruner.inputs.tokens import counted_tokens, real_tokens
+from fairpruner.inputs.batches import Batch
+from fairpruner.inputs.losses import logits_of, pixel_labels, token_losses
+from fairpruner.inputs.tokens import counted_tokens
 from fairpruner.models.calling import describe
 from fairpruner.models.experts import ExpertBlock, expert_blocks, expert_lists
 from fairpruner.models.observing import (
@@ -41,6 +42,7 @@ from fairpruner.models.routing import (
     watching_experts,
 )
 from fairpruner.models.silencing import without_expert
+from fairpruner.scoring.objective import Objective
 from fairpruner.scoring.samples import GateInput, RunningSignal, Showing, gate_terms, rows_along
 from fairpruner.scoring.signals.base import BatchInfo, Observation
 from fairpruner.scoring.signals.classes import ClassGroups
@@ -127,10 +129,10 @@ class Calibration:
         spaces: Spaces,
         selections: Sequence[Selection],
         *,
-        loss: Loss | None,
+        objective: Objective,
         grouping: ClassGroups | None,
     ) -> None:
-        self._model, self._loss, self._grouping = model, loss, grouping
+        self._model, self._objective, self._grouping = model, objective, grouping
         self._demand = _Demand(spaces, selections)
         self._watched = _Watched.of(model, self._demand)
         self._comparing = [
@@ -143,7 +145,6 @@ class Calibration:
             if name in owned and parameter.is_floating_point()
         }
         self._hooked: dict[Read, nn.Module] = {}
-        self._on_tokens = False  # whether the loss is a mean over tokens, not over samples
         self.classes = 1  # how many to expect
 
     @property
@@ -152,10 +153,16 @@ class Calibration:
             "activations", "gradients", "gates", "deletions", "routing", "routed_gradients", "routed_losses"
         )
 
+    @property
+    def _needs_backward(self) -> bool:
+        return self._demand.any_of("gradients", "gates", "routed_gradients")
+
     def look(self, first: Batch) -> dict[str, str]:
         """Run two samples to learn what can be observed: the spaces that cannot, each with the reason."""
         few = first.rows(0, LOOKED_AT)
         labels = self._labels(first)
+        if self._needs_backward and self._objective.task == "classification" and not self._objective.loss:
+            first.class_labels()  # refuses labels of a wrong form before anything is computed
         model_outputs: list[Any] = []
         routing: list[RouterOutput] = []
         problems: dict[str, str] = {}
@@ -172,15 +179,17 @@ class Calibration:
                     on_problem=lambda problem: problems.update({problem.name: str(problem)}),
                 ),
             ):
-                model_outputs.append(forward(self._model, few))
+                model_outputs.append(self._objective.run(self._model, few))
 
-        visibility = find_visibility(self._model, self._watched.reads, few.size, run)
+        # Where nothing depends on whose sample it is, a weight may read any number of rows, as the box heads
+        # of a detector do.
+        whose = bool(self._comparing) or self._demand.any_of("gates")
+        visibility = find_visibility(self._model, self._watched.reads, few.size if whose else 1, run)
         self._hooked = dict(visibility.hooked)
         logits = logits_of(model_outputs[-1])
-        self._on_tokens = self._loss is None and logits is not None and logits.ndim == 3
         self._check_routing(routing, problems)
-        self.classes = int(labels.max()) + 1 if self._comparing else 1
-        if logits is not None and logits.ndim == 2:
+        self.classes = int(labels.max()) + 1 if self._comparing and labels is not None else 1
+        if self._comparing and logits is not None and logits.ndim in (2, 4):
             self.classes = max(self.classes, logits.shape[1])
         hidden = dict(visibility.hidden)
         for name, problem in problems.items():
@@ -205,7 +214,7 @@ class Calibration:
                     " so routed_taylor cannot follow them: give another protection signal for experts, such"
                     " as 'deletion'."
                 )
-        if self._demand.any_of("routed_losses") and not self._on_tokens:
+        if self._demand.any_of("routed_losses") and not self._objective.on_tokens:
             raise FairprunerError(
                 "Signal 'routed_taylor_exact' needs the loss of every token, which only the default loss of a"
                 " language model has: use protection='routed_taylor'."
@@ -213,8 +222,8 @@ class Calibration:
 
     def step(self, batch: Batch, half: int, signals: Sequence[RunningSignal]) -> None:
         """Show one batch to all signals."""
-        info = BatchInfo(batch.predicted_tokens() if self._on_tokens else batch.size, half)
-        backward = self._demand.any_of("gradients", "gates", "routed_gradients")
+        info = BatchInfo(batch.predicted_tokens() if self._objective.on_tokens else batch.size, half)
+        backward = self._needs_backward
         if backward or self._watched.observed or self._watched.blocks:
             observed = self._forward(batch, signals, with_graph=backward or bool(self._watched.blocks))
             tallies = self._tallies(observed, batch)
@@ -256,7 +265,7 @@ class Calibration:
             watching(self._watched.reads, visit, self._hooked),
             watching_experts(self._model, self._watched.blocks, routing.append),
         ):
-            output = forward(self._model, batch)
+            output = self._objective.run(self._model, batch)
         showing.expert_activations(expert_inputs, routing)
         return _Observed(output, gates, routing)
 
@@ -271,7 +280,7 @@ class Calibration:
     ) -> None:
         """One backward pass from the mean loss, for parameters, gates of weights and gates of experts."""
         routing = observed.routing if self._demand.any_of("routed_gradients") else []
-        loss = mean_loss(self._loss, observed.output, batch)
+        loss = self._objective.mean(observed.output, batch)
         weights = self.weights if self._demand.any_of("gradients") else {}
         gates = [gate.tensor for gate in observed.gates]
         found = _gradients(loss, [*weights.values(), *gates, *gates_of(routing)], batch)
@@ -314,17 +323,22 @@ class Calibration:
                 )
         return tallies
 
-    def _labels(self, batch: Batch) -> Tensor:
-        """The labels that signals see: classes, groups of classes, or the data's labels as they are."""
+    def _labels(self, batch: Batch) -> Tensor | None:
+        """The labels that signals see: classes, groups or maps of classes, or what the data has."""
         if self._grouping is not None:
             return self._grouping(batch.class_labels())
-        if self._comparing and batch.labels.ndim > 1 and real_tokens(batch.inputs) is not None:
+        if not self._comparing:
+            return batch.labels if isinstance(batch.labels, Tensor) else None
+        if self._objective.task == "segmentation":
+            return pixel_labels(batch.labels)
+        if not self._objective.has_classes:
+            found = "none" if batch.labels is None else describe(batch.labels)
             raise FairprunerError(
                 f"Signal {self._comparing[0]!r} compares classes, and batch {batch.position} has none: its"
-                f" labels are {describe(batch.labels)}. Use a removal signal that needs no classes"
-                " (activation, reconstruction, l2), or give texts with a class each."
+                f" labels are {found}. Use a removal signal that needs no classes (activation,"
+                " reconstruction, l2), for example removal='activation', or give a class for each sample."
             )
-        return batch.class_labels() if self._comparing else batch.labels
+        return batch.class_labels()
 
     def _loss_changes(self, batch: Batch) -> Callable[[UnitSpace, int], float]:
         """A function (space, unit) -> the change of the mean loss without that unit."""
@@ -343,7 +357,7 @@ class Calibration:
                 stack.enter_context(watching_experts(self._model, self._watched.fused, lambda output: None))
                 if space is not None and space.kind == "expert":
                     stack.enter_context(without_expert(self._model, space, unit))
-                return float(mean_loss(self._loss, forward(self._model, batch), batch))
+                return float(self._objective.mean(self._objective.run(self._model, batch), batch))
 
         whole = loss_without(None, -1)
         return lambda space, unit: loss_without(space, unit) - whole

@@ -1,7 +1,8 @@
 """What signals are shown of a batch: for each space, the values that its consumers read, as samples.
 
-A sample is an input of the batch, or for texts one token that is no padding. Inside a list of experts a
-sample is a pair of a token and an expert that the token was sent to.
+A sample is an input of the batch, or for texts one token that is no padding. Where each pixel has a class,
+signals that compare classes see positions of maps as samples. Inside a list of experts a sample is a pair of
+a token and an expert that the token was sent to.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from fairpruner.models.observing import NotObservable, Read, mean_over_tokens
 from fairpruner.models.precision import wide_dtype, widened
 from fairpruner.models.routing import RouterOutput
 from fairpruner.scoring.signals.base import Accumulator, Signal
+
+PIXELS = 16  # positions along each side of a map that are samples
 
 
 class RunningSignal(NamedTuple):
@@ -43,7 +46,7 @@ class GateInput(NamedTuple):
 class Showing:
     """Shows one batch to the running signals."""
 
-    def __init__(self, batch: Batch, labels: Tensor, signals: Sequence[RunningSignal]) -> None:
+    def __init__(self, batch: Batch, labels: Tensor | None, signals: Sequence[RunningSignal]) -> None:
         self._batch, self._labels, self._signals = batch, labels, signals
 
     def activation(self, read: Read, source: Tensor, axis: int) -> None:
@@ -51,7 +54,13 @@ class Showing:
         # The model may run in low precision under autocast; the signals do not.
         with torch.autocast(source.device.type, enabled=False):
             for pooled, signals in self._by_pooling(read.space):
-                self._hand_over(read, *self._samples(read, source, axis, pooled=pooled), signals)
+                comparing = [running for running in signals if running.signal.compares_classes]
+                others = [running for running in signals if not running.signal.compares_classes]
+                if self._labels is not None and self._labels.ndim == 3 and comparing:
+                    self._hand_over(read, *_pixels(read, source, axis, self._labels), comparing)
+                    signals = others
+                if signals:
+                    self._hand_over(read, *self._samples(read, source, axis, pooled=pooled), signals)
 
     def expert_activations(
         self, inputs: Mapping[Read, Sequence[Tensor]], outputs: Sequence[RouterOutput]
@@ -73,7 +82,8 @@ class Showing:
                     shown, present = activation, sample
                     if pooled and texts:
                         shown, present = _means(activation, sample, self._batch.size)
-                    self._hand_over(next(iter(rows)), shown, self._labels[present], signals)
+                    labels = None if self._labels is None else self._labels.to(present.device)[present]
+                    self._hand_over(next(iter(rows)), shown, labels, signals)
 
     def _by_pooling(self, space: UnitSpace) -> Iterator[tuple[bool, list[RunningSignal]]]:
         """The signals that score the space: first those that see every token, then those that see means."""
@@ -83,23 +93,30 @@ class Showing:
             if found:
                 yield pooled, found
 
-    def _samples(self, read: Read, source: Tensor, axis: int, *, pooled: bool) -> tuple[Tensor, Tensor]:
+    def _samples(
+        self, read: Read, source: Tensor, axis: int, *, pooled: bool
+    ) -> tuple[Tensor, Tensor | None]:
         """The samples [N, J, F] and their labels; for texts every real token, or their mean if `pooled`."""
-        labels, samples = self._labels, self._batch.size
+        # A model may be spread over several devices: what a weight reads is on the weight's device.
+        labels, samples = None if self._labels is None else self._labels.to(source.device), self._batch.size
         real = real_tokens(self._batch.inputs, read.part.tensor)
+        real = None if real is None else real.to(source.device)
         if real is not None and read.weight.ndim == 3:
             # Stacked experts read a token once for each expert that it was sent to.
             real = real.repeat_interleave(max(1, source.shape[0] // real.numel()), dim=1)
         if real is None or axis != -1 or source.shape[:-1].numel() != real.numel():
+            if labels is None and source.shape[0] % samples:
+                return read.by_unit(source, axis, source.shape[0]), None  # every row is a sample
             return read.by_unit(source, axis, samples), labels
         source = source.reshape(*real.shape, -1)  # [N, T, C]; some models fold texts and tokens into one dim
         if pooled:
             return read.by_unit(mean_over_tokens(source, real), axis, samples), labels
         rows = source[real]  # [tokens, C]
-        return read.by_unit(rows, axis, len(rows)), labels.repeat_interleave(real.sum(1), dim=0)
+        repeated = None if labels is None else labels.repeat_interleave(real.sum(1), dim=0)
+        return read.by_unit(rows, axis, len(rows)), repeated
 
     def _hand_over(
-        self, read: Read, activation: Tensor, labels: Tensor, signals: Iterable[RunningSignal]
+        self, read: Read, activation: Tensor, labels: Tensor | None, signals: Iterable[RunningSignal]
     ) -> None:
         # The sum is quick and shows nearly every flaw; only if it is not finite are all values examined.
         if not torch.isfinite(activation.sum()) and not torch.isfinite(activation).all():
@@ -147,6 +164,34 @@ def gate_terms(
         before = terms.get(read.space.name, term.new_zeros(batch.size, term.shape[1]))
         terms[read.space.name] = before.index_add(0, sample, term)
     return terms
+
+
+def _pixels(read: Read, source: Tensor, axis: int, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The positions of a map as samples, [n, J, F], each with the class of its pixel, [n].
+
+    Of a large map, PIXELS x PIXELS positions are taken, evenly spaced. The class is that of the nearest pixel
+    of the label map [N, H, W]; positions on pixels without a class are left out.
+    """
+    maps = source.movedim(axis, -1)  # [N, h, w, C]; or [N, h w, C], or [N, C]
+    if maps.ndim != 4:
+        height = round((maps[0].numel() / maps.shape[-1] * labels.shape[1] / labels.shape[2]) ** 0.5)
+        width = maps[0].numel() // maps.shape[-1] // max(height, 1)
+        if len(maps) != len(labels) or maps[0].numel() != height * width * maps.shape[-1]:
+            raise FairprunerError(
+                f"Space {read.space.name!r} cannot be compared pixel by pixel: {read.part.tensor} reads"
+                f" {list(source.shape)}, which is no map like the labels {list(labels.shape)}. Use a removal"
+                " signal that needs no classes, for example removal='activation'."
+            )
+        maps = maps.reshape(len(maps), height, width, -1)
+    rows, columns = (
+        torch.linspace(0, size - 1, min(size, PIXELS), device=source.device).round().long()
+        for size in maps.shape[1:3]
+    )
+    pixel_rows = (rows + 0.5).mul(labels.shape[1] / maps.shape[1]).long()
+    pixel_columns = (columns + 0.5).mul(labels.shape[2] / maps.shape[2]).long()
+    classes = labels.to(source.device)[:, pixel_rows][:, :, pixel_columns].flatten()
+    samples = maps[:, rows][:, :, columns].flatten(0, 2)[classes >= 0]  # [n, C]
+    return read.by_unit(samples, -1, max(len(samples), 1)), classes[classes >= 0]
 
 
 def rows_along(tensor: Tensor, axis: int) -> Tensor:

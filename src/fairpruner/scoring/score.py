@@ -20,7 +20,8 @@ from fairpruner.core.scores import Scores
 from fairpruner.core.spaces import Spaces
 from fairpruner.discovery import discover
 from fairpruner.errors import FairprunerError, FairprunerWarning
-from fairpruner.inputs.batches import Batch, Loss, check_rereadable, forward, in_halves, read_batches
+from fairpruner.inputs.batches import Batch, check_rereadable, forward, in_halves, read_batches
+from fairpruner.inputs.losses import Loss
 from fairpruner.inputs.tokens import real_tokens
 from fairpruner.models.calling import evaluating
 from fairpruner.models.devices import device_of_model
@@ -28,6 +29,7 @@ from fairpruner.models.fingerprint import check_same_model
 from fairpruner.models.observing import LastInput, NotObservable
 from fairpruner.models.supported import check_has_numbers
 from fairpruner.scoring.calibration import Calibration, learning
+from fairpruner.scoring.objective import Objective
 from fairpruner.scoring.processes import Processes
 from fairpruner.scoring.samples import RunningSignal
 from fairpruner.scoring.signals.base import Context, Result, Side
@@ -55,7 +57,7 @@ def score(
     data: Iterable[Any],
     *,
     spaces: Spaces | None = None,
-    loss: Loss | None = None,
+    loss: Loss | str | None = None,
     removal: Asked | None = None,
     protection: Asked | None = None,
     groups: int | None = None,
@@ -63,12 +65,14 @@ def score(
 ) -> Scores:
     """Give every unit a removal number (the paper's U-Score) and a protection number (its R-Score).
 
-    The model stays as it is. `data` yields batches: (input, label) or dicts. `loss(output, label)` is a mean
-    over the batch, by default the cross-entropy of the logits. `removal` and `protection` name one signal or
-    several, of which the first is active. A mapping from kinds of spaces, such as {"head": "activation",
-    "expert": "reap"}, counts as one signal. By default each kind of space has its own signal. `groups`
-    compares groups of similar classes instead of single classes. If `torchrun` started several processes,
-    give each the same data: they divide the batches among them, and all return the same scores.
+    The model stays as it is. `data` yields batches: (input, label), dicts, or inputs without labels. The
+    labels show the task, from which the loss and the signals follow; `scores.settings["why"]` says which were
+    chosen and why. `loss(output, label)`, a mean over the batch, replaces the loss, and `loss="regression"`,
+    or another of fp.signals.TASKS, names the task. `removal` and `protection` name one signal or several, of
+    which the first is active. A mapping from kinds of spaces, such as {"head": "activation", "expert":
+    "reap"}, counts as one signal. `groups` compares groups of similar classes instead of single classes. If
+    `torchrun` started several processes, give each the same data: they divide the batches among them, and all
+    return the same scores.
 
     >>> from fairpruner.discovery import discover
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -84,9 +88,18 @@ def score(
     check_has_numbers(model)
     # Loaders draw from the random state too, so reading the data is part of what is undone.
     with torch.inference_mode(False), torch.enable_grad(), evaluating(model):
-        spaces, results, samples = _run(model, data, spaces, asked=asked, loss=loss, groups=groups, seed=seed)
-    loss_name = "cross_entropy" if loss is None else getattr(loss, "__name__", type(loss).__name__)
-    scores = _scores(spaces, results, samples, {"seed": seed, "groups": groups, "loss": loss_name})
+        spaces, results, samples, objective = _run(
+            model, data, spaces, asked=asked, loss=loss, groups=groups, seed=seed
+        )
+    settings: dict[str, Any] = {
+        "seed": seed,
+        "groups": groups,
+        "loss": objective.name,
+        "task": objective.task,
+    }
+    if None in asked.values():
+        settings["why"] = objective.sentence(*(list(results[side]) for side in results))
+    scores = _scores(spaces, results, samples, settings)
     _warn_of_noise(scores)
     return scores
 
@@ -97,32 +110,39 @@ def _run(
     spaces: Spaces | None,
     *,
     asked: Mapping[Side, tuple[ByKind, ...] | None],
-    loss: Loss | None,
+    loss: Loss | str | None,
     groups: int | None,
     seed: int,
-) -> tuple[Spaces, Results, int]:
-    """One pass over the data: the spaces scored, the result of every signal, and the number of samples."""
+) -> tuple[Spaces, Results, int, Objective]:
+    """One pass over the data: the spaces scored, the result of every signal, the number of samples, and what
+    was differentiated.
+    """
     device, processes = device_of_model(model), Processes.current()
     grouping = None if groups is None else _group(model, data, device, groups=groups, seed=seed)
-    batches = read_batches(data, device)
+    batches = read_batches(data, device, model)
     first = next(batches, None)
     if first is None:
         raise FairprunerError(
             "The data holds no samples: give a loader, or a list of batches, that yields at least one."
         )
     spaces = _spaces(model, spaces, first)
-    wanted = {side: signals or (default_signals(side, first.has_classes),) for side, signals in asked.items()}
+    objective = Objective.of(model, first, loss, seed)
+    wanted = {
+        side: signals or (default_signals(side, classes=objective.has_classes, drawn=objective.draws_labels),)
+        for side, signals in asked.items()
+    }
 
     def prepare(spaces: Spaces) -> tuple[dict[Side, tuple[Selection, ...]], Calibration]:
         chosen = {side: select_signals(side, signals, spaces) for side, signals in wanted.items()}
-        return chosen, Calibration(model, spaces, _distinct(chosen), loss=loss, grouping=grouping)
+        return chosen, Calibration(model, spaces, _distinct(chosen), objective=objective, grouping=grouping)
 
     chosen, calibration = prepare(spaces)
-    hidden = calibration.look(first)
-    if hidden:
-        spaces = _without_hidden(spaces, hidden)
-        chosen, calibration = prepare(spaces)
-        calibration.look(first)
+    with objective.mode(model):
+        hidden = calibration.look(first)
+        if hidden:
+            spaces = _without_hidden(spaces, hidden)
+            chosen, calibration = prepare(spaces)
+            calibration.look(first)
     classes = calibration.classes if groups is None else groups
     running = {
         side: [
@@ -135,7 +155,11 @@ def _run(
     signals = [one for of_side in running.values() for one in of_side]
     samples = 0
     shared = processes.share(itertools.chain([first], batches))
-    with learning(model, calibration.weights.values()), progress("scoring", data) as advance:
+    with (
+        objective.mode(model),
+        learning(model, calibration.weights.values()),
+        progress("scoring", data) as advance,
+    ):
         for half, batch in in_halves(shared) if calibration.needs_data else ():
             calibration.step(batch, half, signals)
             samples += batch.size
@@ -145,7 +169,8 @@ def _run(
         for one in signals:
             one.accumulator.join(processes)
     with torch.autocast(device.type, enabled=False):
-        return spaces, {side: _results(of_side) for side, of_side in running.items()}, samples
+        results = {side: _results(of_side) for side, of_side in running.items()}
+    return spaces, results, samples, objective
 
 
 def _without_hidden(spaces: Spaces, hidden: Mapping[str, str]) -> Spaces:
@@ -217,7 +242,7 @@ def _group(
 
     def features() -> Iterator[tuple[Tensor, Tensor]]:
         with progress("grouping classes", data) as advance, torch.no_grad():
-            for batch in read_batches(data, device):
+            for batch in read_batches(data, device, model):
                 with LastInput() as last:
                     forward(model, batch)
                 advance(batch.size)

@@ -17,7 +17,8 @@ from torch import nn
 from fairpruner.core.budget import Budget
 from fairpruner.core.plan import Plan
 from fairpruner.core.trials import Trial
-from fairpruner.inputs.batches import Loss, read_batches
+from fairpruner.inputs.batches import read_batches
+from fairpruner.inputs.losses import Loss
 from fairpruner.models.calling import evaluating
 from fairpruner.models.devices import device_of_model
 from fairpruner.repair import Note, repair

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fairpruner.inputs.batches import Batch, forward, logits_of, read_batches
+from fairpruner.inputs.batches import Batch, forward, read_batches
+from fairpruner.inputs.losses import logits_of
 from fairpruner.inputs.tokens import counted_rows
 from fairpruner.models.calling import evaluating, tensors_of
 from fairpruner.models.devices import device_of_model
@@ -38,7 +39,7 @@ class Judge:
         """
         total, weight = 0.0, 0.0
         with torch.inference_mode(False), torch.no_grad(), evaluating(self._model), evaluating(small):
-            for batch in read_batches(self._data, self._device):
+            for batch in read_batches(self._data, self._device, self._model):
                 error, weighs = self._error(self._outputs(forward(small, batch), batch), self._wanted(batch))
                 total, weight = total + error, weight + weighs
         mean = total / weight if weight else 0.0

@@ -2,6 +2,7 @@
 (large = protect).
 """
 
+from fairpruner.inputs.losses import TASKS
 from fairpruner.scoring.signals.base import (
     Accumulator,
     BatchInfo,
@@ -32,6 +33,7 @@ built_in("removal", SOFT_ACTIVATION, SOFT_ACTIVATION_ALL, FREQUENCY, REAP)
 built_in("protection", Taylor(), Taylor2(), Deletion(), RoutedTaylor(), RoutedTaylorExact(), Random())
 
 __all__ = [
+    "TASKS",
     "Accumulator",
     "BatchInfo",
     "Context",

@@ -63,8 +63,8 @@ class Accumulator:
     # For texts, whether to show the mean over the real tokens of each; otherwise every token is a sample.
     pools_tokens: ClassVar[bool] = False
 
-    def see_activation(self, space: UnitSpace, activation: Tensor, labels: Tensor) -> None:
-        """What the space's consumer reads, [N, J, F], and the labels of the samples, [N, …]."""
+    def see_activation(self, space: UnitSpace, activation: Tensor, labels: Tensor | None) -> None:
+        """What the space's consumer reads, [N, J, F], and the labels of the samples, [N, …], if any."""
 
     def see_gradients(self, gradients: Mapping[str, Tensor], info: BatchInfo) -> None:
         """Parameter -> gradient of the mean loss, for every parameter that units own slices of."""
@@ -161,7 +161,7 @@ class _ActivationAccumulator(Accumulator):
         self._name, self._spaces = signal.name, context.spaces
         self._by_space = {space.name: signal.kind(space) for space in context.spaces}
 
-    def see_activation(self, space: UnitSpace, activation: Tensor, labels: Tensor) -> None:
+    def see_activation(self, space: UnitSpace, activation: Tensor, labels: Tensor | None) -> None:
         self._by_space[space.name].update(activation, labels)
 
     def join(self, processes: Processes) -> None:

@@ -68,7 +68,7 @@ class _ReconstructionAccumulator(Accumulator):
         self._context, self._parts = context, parts
         self._moments: dict[str, _Moments] = {}
 
-    def see_activation(self, space: UnitSpace, activation: Tensor, labels: Tensor) -> None:
+    def see_activation(self, space: UnitSpace, activation: Tensor, labels: Tensor | None) -> None:
         if space.name not in self._moments:
             self._moments[space.name] = _Moments(space, self._parts)
         self._moments[space.name].update(activation)

@@ -95,7 +95,7 @@ class MeanActivation:
         self._sums = np.zeros((2, space.size))
         self._counts = np.zeros((2, 1))
 
-    def update(self, activation: Tensor, labels: Tensor) -> None:
+    def update(self, activation: Tensor, labels: Tensor | None) -> None:
         # [N, J]; float64 only on the CPU, since some devices lack it
         means = activation.abs().mean(2, dtype=wide_dtype(activation)).cpu().double().numpy()
         seen = int(self._counts.sum())

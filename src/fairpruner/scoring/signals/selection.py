@@ -18,7 +18,6 @@ DEFAULTS: dict[Side, dict[Kind, str]] = {
     "removal": {**dict.fromkeys(KINDS, "wasserstein"), "expert": "soft_activation"},
     "protection": {**dict.fromkeys(KINDS, "taylor"), "expert": "routed_taylor"},
 }
-WITHOUT_CLASSES = "activation"  # instead of wasserstein, where samples have no classes
 
 
 @dataclass(frozen=True)
@@ -56,12 +55,16 @@ def parse_signals(side: Side, asked: Asked | None) -> tuple[ByKind, ...] | None:
     return tuple(_by_kind(side, one) for one in several)
 
 
-def default_signals(side: Side, classes: bool) -> ByKind:
-    """The default signal for each kind; `classes` says whether the samples have classes to compare."""
-    found: ByKind = {
-        kind: named(side, WITHOUT_CLASSES if name == "wasserstein" and not classes else name)
-        for kind, name in DEFAULTS[side].items()
+def default_signals(side: Side, *, classes: bool, drawn: bool) -> ByKind:
+    """The default signal for each kind: `classes` says whether samples have classes to compare, and `drawn`
+    whether labels are drawn from the model's own predictions.
+    """
+    instead = {
+        **({} if classes else {"wasserstein": "activation"}),
+        # The mean gradient for drawn labels is zero in expectation; the second order is not.
+        **({"taylor": "taylor2"} if drawn else {}),
     }
+    found: ByKind = {kind: named(side, instead.get(name, name)) for kind, name in DEFAULTS[side].items()}
     return found
 
 

@@ -100,7 +100,8 @@ class _WassersteinAccumulator(Accumulator):
         self._spaces = context.spaces
         self._device = device_of_model(context.model)
 
-    def see_activation(self, space: UnitSpace, activation: Tensor, labels: Tensor) -> None:
+    def see_activation(self, space: UnitSpace, activation: Tensor, labels: Tensor | None) -> None:
+        assert labels is not None  # only data with classes gets here
         values = widened(activation)
         projected = values @ self._directions_for(space, values)  # [N, J, P]
         rows = projected.flatten(1)  # [N, J * P]

@@ -1,0 +1,214 @@
+"""The mean loss of a batch: the caller's own, or the default of the task that the labels show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fairpruner.errors import FairprunerError
+from fairpruner.inputs.batches import Batch
+from fairpruner.inputs.tokens import IGNORED, targets_of
+from fairpruner.models.calling import describe, tensors_of
+from fairpruner.models.precision import widened
+
+Loss = Callable[[Any, Any], Tensor]
+Task = Literal[
+    "classification", "language", "segmentation", "multilabel", "regression", "detection", "unlabelled"
+]
+TASKS: tuple[Task, ...] = get_args(Task)
+
+UNLABELLED_PIXEL = 255  # the usual label of pixels that do not count
+
+
+def task_of(batch: Batch, output: Any) -> Task:
+    """What the model is for, from the labels of a batch and the model's output.
+
+    >>> batch = Batch(torch.zeros(4, 3), torch.rand(4, 2), 0)
+    >>> task_of(batch, torch.zeros(4, 2))
+    'regression'
+    """
+    labels, logits = batch.labels, logits_of(output)
+    if labels is None:
+        return "unlabelled"
+    if isinstance(labels, list):
+        return "detection"
+    if logits is None:
+        return "classification"
+    if labels.shape == logits.shape and labels.ndim > 1 and bool(((labels == 0) | (labels == 1)).all()):
+        return "multilabel"
+    if labels.is_floating_point():
+        same = labels.numel() == logits.numel() and len(labels) == len(logits)
+        return "regression" if same else "classification"
+    if logits.ndim == 3:
+        return "language"
+    return "segmentation" if logits.ndim == 4 and labels.ndim == 3 else "classification"
+
+
+def logits_of(output: Any) -> Tensor | None:
+    """The logits inside a model's output: itself, `.logits`, `["logits"]`, `["out"]`, or the first tensor of
+    a tuple.
+    """
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, (tuple, list)):
+        return next((item for item in output if isinstance(item, Tensor)), None)
+    if isinstance(output, Mapping):
+        named = output.get("logits", output.get("out"))
+    else:
+        named = getattr(output, "logits", None)
+    return named if isinstance(named, Tensor) else None
+
+
+def mean_loss(loss: Loss | None, output: Any, batch: Batch) -> Tensor:
+    """The loss of a batch, checked to be one finite number; the default of the task if `loss` is None."""
+    value = default_loss(output, batch) if loss is None else _called(loss, output, batch)
+    if not isinstance(value, Tensor) or value.ndim != 0:
+        raise FairprunerError(
+            f"The loss of batch {batch.position} is {describe(value)}, expected a scalar tensor: the mean"
+            " over the batch."
+        )
+    if not torch.isfinite(value):
+        raise FairprunerError(
+            f"The loss of batch {batch.position} is {value.item()}, expected a finite number: look at that"
+            " batch and at the model's weights."
+        )
+    return value
+
+
+def default_loss(output: Any, batch: Batch, task: Task | None = None) -> Tensor:
+    """The mean loss of the task, by default the one that labels and output show."""
+    task = task or task_of(batch, output)
+    if task == "unlabelled":
+        raise FairprunerError(
+            f"Batch {batch.position} has no labels, and the loss needs some: give batches such as (input,"
+            " label), or pass loss=."
+        )
+    return _LOSSES[task](output, batch)
+
+
+def _called(loss: Loss, output: Any, batch: Batch) -> Any:
+    """The caller's loss, its failure turned into one sentence that shows output and labels."""
+    labels = batch.labels
+    device = next((tensor.device for tensor in tensors_of(output)), None)
+    if isinstance(labels, Tensor) and device is not None:
+        labels = labels.to(device)  # a model may be spread over several devices
+    try:
+        return loss(output, labels)
+    except FairprunerError:
+        raise
+    except Exception as error:
+        raise FairprunerError(
+            f"The loss failed on batch {batch.position}: called with the output {describe(output)} and the"
+            f" labels {describe(batch.labels)} it raised {type(error).__name__}: {error}"
+        ) from error
+
+
+def _classification(output: Any, batch: Batch) -> Tensor:
+    logits, labels = logits_of(output), batch.class_labels()
+    if logits is None or logits.ndim != 2 or len(logits) != len(labels):
+        raise FairprunerError(
+            f"The model returned {describe(output)}, expected logits of shape [{len(labels)}, classes] for"
+            " cross-entropy. Pass loss= for other outputs."
+        )
+    _check_classes(labels, logits, batch)
+    return F.cross_entropy(widened(logits), labels.to(logits.device))
+
+
+def _check_classes(labels: Tensor, logits: Tensor, batch: Batch) -> None:
+    if labels.numel() and int(labels.max()) >= logits.shape[1]:
+        raise FairprunerError(
+            f"Batch {batch.position} has the label {int(labels.max())}, expected class indices below the"
+            f" {logits.shape[1]} logits."
+        )
+
+
+def _segmentation(output: Any, batch: Batch) -> Tensor:
+    """The mean over all labelled pixels; smaller maps of logits are enlarged to the size of the labels."""
+    logits = logits_of(output)
+    assert logits is not None
+    labels = pixel_labels(batch.labels).to(logits.device)
+    _check_classes(labels, logits, batch)
+    if logits.shape[2:] != labels.shape[1:]:
+        logits = F.interpolate(widened(logits), labels.shape[1:], mode="bilinear", align_corners=False)
+    if bool((labels < 0).all()):
+        raise FairprunerError(f"Batch {batch.position} has no labelled pixel: give maps of class indices.")
+    return F.cross_entropy(widened(logits), labels, ignore_index=-1)
+
+
+def pixel_labels(labels: Tensor) -> Tensor:
+    """Label maps [N, H, W] as int64, -1 for pixels that do not count: negative ones and 255."""
+    return labels.long().masked_fill((labels < 0) | (labels == UNLABELLED_PIXEL), -1)
+
+
+def _multilabel(output: Any, batch: Batch) -> Tensor:
+    logits = logits_of(output)
+    assert logits is not None
+    wide = widened(logits)
+    return F.binary_cross_entropy_with_logits(wide, batch.labels.to(wide.device, wide.dtype))
+
+
+def _regression(output: Any, batch: Batch) -> Tensor:
+    found = logits_of(output)
+    if found is None or found.numel() != batch.labels.numel():
+        raise FairprunerError(
+            f"The model returned {describe(output)} and batch {batch.position} has labels"
+            f" {describe(batch.labels)}, expected as many numbers of each. Pass loss= for other outputs."
+        )
+    wide = widened(found)
+    return F.mse_loss(wide, batch.labels.to(wide.device, wide.dtype).reshape(wide.shape))
+
+
+def token_losses(output: Any, batch: Batch) -> Tensor | None:
+    """The cross-entropy of every position of a batch of texts, [N, T], 0 where nothing is predicted; None
+    for other outputs.
+    """
+    logits, targets = logits_of(output), targets_of(batch.inputs, batch.labels)
+    if logits is None or logits.ndim != 3 or targets is None or targets.shape != logits.shape[:2]:
+        return None
+    targets = targets.to(logits.device)
+    return F.cross_entropy(widened(logits).movedim(2, 1), targets, ignore_index=IGNORED, reduction="none")
+
+
+def _language(output: Any, batch: Batch) -> Tensor:
+    """The mean over all tokens that are predicted; logits [N, T, V]."""
+    logits, targets = logits_of(output), targets_of(batch.inputs, batch.labels)
+    assert logits is not None
+    if targets is None or targets.shape != logits.shape[:2]:
+        raise FairprunerError(
+            f"The model returned logits {list(logits.shape)} and batch {batch.position} has labels"
+            f" {describe(batch.labels)}, expected a label for each of its tokens. Pass loss= for other"
+            " outputs."
+        )
+    if bool((targets == IGNORED).all()):
+        raise FairprunerError(
+            f"Batch {batch.position} has no token to predict: give longer texts, or labels other than"
+            f" {IGNORED}."
+        )
+    targets = targets.flatten().to(logits.device)
+    # Ignoring tokens is quicker than selecting the others, which would copy the logits.
+    return F.cross_entropy(widened(logits).flatten(0, 1), targets, ignore_index=IGNORED)
+
+
+def _detection(output: Any, batch: Batch) -> Tensor:
+    """The sum of a detector's losses, as its training mode returns them."""
+    losses = list(output.values()) if isinstance(output, Mapping) else []
+    if not losses or not all(isinstance(value, Tensor) and value.ndim == 0 for value in losses):
+        raise FairprunerError(
+            f"The model returned {describe(output)}, expected a dict of losses for images and boxes, as the"
+            " detectors of torchvision return in training mode. Pass loss= for other outputs."
+        )
+    return torch.stack([widened(value) for value in losses]).sum()
+
+
+_LOSSES: dict[Task, Callable[[Any, Batch], Tensor]] = {
+    "classification": _classification,
+    "language": _language,
+    "segmentation": _segmentation,
+    "multilabel": _multilabel,
+    "regression": _regression,
+    "detection": _detection,
+}
