@@ -156,6 +156,16 @@ def test_the_pipeline_from_files_to_a_smaller_model(work: Path) -> None:
     assert 'build="fairpruner.demo:build"' in Path("small/README.md").read_text(encoding="utf-8")
 
 
+def test_task_and_loss_from_the_command_line(work: Path) -> None:
+    (work / "own.py").write_text("def power(output, labels):\n    return output.square().mean()\n")
+    common = (DEMO, "--data", "digits.npz", "--samples", 40, "--force")
+    shown = run("score", *common, "--task", "unlabelled", "-o", "s.safetensors")
+    assert "The data has no labels: removal by activation" in " ".join(shown.output.split())
+    assert fp.Scores.load("s.safetensors").settings["task"] == "unlabelled"
+    run("score", *common, "--loss", "own.py:power", "-o", "s.safetensors")
+    assert fp.Scores.load("s.safetensors").settings["loss"] == "power"
+
+
 def test_score_and_plan_are_the_same_as_from_python(work: Path) -> None:
     run("score", DEMO, "--weights", "net.safetensors", "--data", "digits.npz", "-o", "s.safetensors")
     run("plan", "s.safetensors", "--alpha", "0.2", "-o", "p.json")

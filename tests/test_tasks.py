@@ -116,6 +116,18 @@ def test_the_default_loss_needs_labels_outside_of_scoring() -> None:
         mean_loss(None, mlp()(inputs()), batch)
 
 
+def test_the_whole_way_without_labels() -> None:
+    model, data = mlp(), list(inputs(96).split(24))
+    small, plan = fp.prune(model, data, keep=fp.Budget("units", 0.5))
+    assert plan.predicted["units"] == 4
+    repaired = fp.repair(fp.cut(model, plan), model, plan, data)
+    before, after = (
+        float((net(data[0]) - model(data[0])).square().sum()) for net in (fp.cut(model, plan), repaired)
+    )
+    assert after < before
+    assert small(data[0]).shape == model(data[0]).shape
+
+
 # Segmentation
 
 

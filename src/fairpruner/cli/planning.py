@@ -125,13 +125,11 @@ def score(
     ] = None,
     task: Annotated[
         str | None,
-        typer.Option(help=f"One of {', '.join(fp.signals.TASKS)}; by default what the labels show."),
+        typer.Option(help=f"{', '.join(fp.signals.TASKS)}; by default what the labels show."),
     ] = None,
     loss: Annotated[
         str | None,
-        typer.Option(
-            help="Your loss(output, labels), as path/to/file.py:function; by default that of the task."
-        ),
+        typer.Option(help="Your loss(output, labels) as path/to/file.py:function; by default the task's."),
     ] = None,
     reading: Reading = CALIBRATION,
     skip: Skip = None,
@@ -143,7 +141,7 @@ def score(
     """Score every unit of a model on calibration data, once: every budget after that is instant."""
     if task and loss:
         raise FairprunerError(
-            f"Found --task {task} and --loss {loss}, expected one: a loss replaces the task's."
+            f"Found --task {task} and --loss {loss}, expected one of them: a loss replaces that of the task."
         )
     check_output(output, "scores", model, data, weights, force=force)
     net = trained(model, weights, device)

@@ -79,6 +79,15 @@ def mean_loss(loss: Loss | None, output: Any, batch: Batch) -> Tensor:
     return value
 
 
+def loss_or_distance(loss: Loss | None, output: Any, batch: Batch, original: Callable[[], Any]) -> float:
+    """The mean loss; without labels and loss, the mean squared distance to the original model's output."""
+    if loss is not None or isinstance(batch.labels, Tensor):
+        return float(mean_loss(loss, output, batch))
+    pairs = zip(tensors_of(output), tensors_of(original()), strict=True)
+    squares = [float(widened(a - b).square().sum()) for a, b in pairs if a.is_floating_point()]
+    return sum(squares) / batch.size
+
+
 def default_loss(output: Any, batch: Batch, task: Task | None = None) -> Tensor:
     """The mean loss of the task, by default the one that labels and output show."""
     task = task or task_of(batch, output)

@@ -15,7 +15,7 @@ from torch import nn
 from fairpruner.core.plan import Plan
 from fairpruner.errors import FairprunerError, unknown
 from fairpruner.inputs.batches import Batch, check_rereadable, forward, read_batches
-from fairpruner.inputs.losses import Loss, mean_loss
+from fairpruner.inputs.losses import Loss, loss_or_distance
 from fairpruner.models.calling import evaluating
 from fairpruner.models.devices import device_of_model
 from fairpruner.models.fingerprint import check_same_model
@@ -92,11 +92,11 @@ def repair(
             )
         wires = find_wires(model, first)
         best = copy.deepcopy(small)
-        least = _loss(best, data, device, loss)
+        least = _loss(best, model, data, loss=loss)
         for name in methods:
             trial = copy.deepcopy(best)
             lines = METHODS[name](trial, model, plan, partial(_sweep, name, data, device, model), wires)
-            after = _loss(trial, data, device, loss)
+            after = _loss(trial, model, data, loss=loss)
             if after <= least:
                 best, least = trial, after
                 told += lines
@@ -116,11 +116,13 @@ def _sweep(method: str, data: Iterable[Any], device: torch.device, model: nn.Mod
             advance(batch.size)
 
 
-def _loss(model: nn.Module, data: Iterable[Any], device: torch.device, loss: Loss | None) -> float:
-    """The mean loss of the samples."""
+def _loss(small: nn.Module, model: nn.Module, data: Iterable[Any], *, loss: Loss | None) -> float:
+    """The mean loss of the samples, or their distance to the original if they have no labels."""
     total, samples = 0.0, 0
-    for batch in read_batches(data, device, model):
-        total += float(mean_loss(loss, forward(model, batch), batch)) * batch.size
+    for batch in read_batches(data, device_of_model(model), model):
+        total += (
+            loss_or_distance(loss, forward(small, batch), batch, partial(forward, model, batch)) * batch.size
+        )
         samples += batch.size
     return total / samples
 
