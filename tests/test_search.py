@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import fairpruner as fp
 from fairpruner.demo import Digits, train
 from fairpruner.inputs.batches import read_batches
-from fairpruner.repair.tuning import tune
+from fairpruner.repair.tuning import _blocks, tune
 from fairpruner.search import Search, make_candidates, useful_removals
 from fairpruner.search.candidates import is_stream
 from fairpruner.search.judging import Judge
@@ -244,6 +244,18 @@ def test_tuning_brings_unseen_samples_nearer_and_leaves_no_trace(digits: Any) ->
     assert [name for name, p in tuned.named_parameters() if not p.requires_grad] == ["head.weight"]
     assert all(p.grad is None for p in tuned.parameters())
     assert not any(module._forward_hooks for net in (model, tuned) for module in net.modules())
+
+
+def test_tuning_leaves_out_modules_that_moved_up_in_their_list() -> None:
+    from moe_zoo import plain_example, plain_moe
+
+    model, example = plain_moe(torch.float32), plain_example(torch.float32)
+    spaces = fp.discover(model, example, kinds=["expert"])
+    plan = fp.Plan.removing(spaces, {spaces[0].name: (0,)})
+    small = fp.cut(model, plan)
+    inside = next(f"{part.tensor}." for part in spaces[0].slices if part.tensor.endswith("experts"))
+    assert any(name.startswith(inside) for name in _blocks(model, model))
+    assert not any(name.startswith(inside) for name in _blocks(small, model))
 
 
 def test_tuning_skips_narrow_numbers_and_cleans_up_after_a_failure(digits: Any) -> None:

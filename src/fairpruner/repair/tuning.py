@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
 from fairpruner.inputs.batches import Batch, forward
@@ -35,14 +36,14 @@ def tune(small: nn.Module, model: nn.Module, sweep: Sweep, *, epochs: int = EPOC
     narrow = {str(p.dtype) for p in parameters} - set(map(str, WIDE))
     if narrow:
         return [Note("tune", "skipped", f"gradient steps need float32, found {', '.join(sorted(narrow))}")]
-    optimizer = torch.optim.Adam(parameters, RATE)
+    optimizer, blocks = torch.optim.Adam(parameters, RATE), _blocks(small, model)
     steps = epochs * sum(math.ceil(batch.size / SAMPLES) for batch in sweep())
     done = 0
     with (
         torch.enable_grad(),
         _learning(parameters),
-        _BlockOutputs(model) as wanted,
-        _BlockOutputs(small) as given,
+        _BlockOutputs(model, blocks) as wanted,
+        _BlockOutputs(small, blocks) as given,
     ):
         for epoch in range(epochs):
             for batch in sweep():
@@ -69,13 +70,28 @@ def _parts(batch: Batch, epoch: int) -> Iterator[Batch]:
         yield batch.some(chosen)
 
 
+def _blocks(small: nn.Module, model: nn.Module) -> list[str]:
+    """The modules made of others, the model itself first; in a list that lost modules the others moved up,
+    so that nothing inside it is the same module in both models.
+    """
+    shortened = tuple(
+        f"{name}."
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+        and len(module) != len(list(small.get_submodule(name).children()))
+    )
+    return [
+        name
+        for name, module in small.named_modules()
+        if not name.startswith(shortened) and (not name or any(True for _ in module.children()))
+    ]
+
+
 class _BlockOutputs:
     """The tensors that each block of a model gave, call by call, since they were last taken."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._blocks = {
-            name: m for name, m in model.named_modules() if not name or any(True for _ in m.children())
-        }
+    def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:
+        self._blocks = {name: model.get_submodule(name) for name in blocks}
         self._hooks: list[RemovableHandle] = []
         self._seen: dict[str, list[Tensor]] = {}
 
@@ -117,8 +133,9 @@ def _relative(mine: Tensor, theirs: Tensor, batch: Batch, block: str) -> Tensor:
         rows = counted_rows(mine.shape[0] * mine.shape[1], batch.inputs, block).to(mine.device)
         if len(rows) < mine.shape[0] * mine.shape[1]:
             mine, theirs = mine.flatten(0, 1)[rows], theirs.flatten(0, 1)[rows]
-    power = theirs.square().mean().clamp_min(torch.finfo(theirs.dtype).tiny)
-    return (mine - theirs).square().mean() / power
+    power = torch.linalg.vector_norm(theirs).square() / theirs.numel()
+    error: Tensor = F.mse_loss(mine, theirs) / power.clamp_min(torch.finfo(theirs.dtype).tiny)
+    return error
 
 
 @contextmanager

@@ -31,7 +31,8 @@ from fairpruner.terminal import announce
 
 EFFORT = 60  # forward passes of the original over the calibration data
 SCORING = 3  # passes that the scores took: one forward and one backward
-FINALISTS = 3
+FINALISTS = 3  # at most
+NEAR = 1.25  # times the least distance: those farther away are not worth a whole repair
 PASSES = {"sequential": 6}  # that a repair costs; one for any other method
 FITTING = (JUDGED - 1) / JUDGED  # share of the samples that repairs look at
 JUDGING = 1 / JUDGED  # passes: the cut model runs over the other samples; the original did so once
@@ -88,7 +89,8 @@ def choose(
         left -= len(finalists) * _screening(cost, shares)
         distances = [bench.repaired(candidate, shares).distance for candidate in finalists]
         order = sorted(range(len(finalists)), key=distances.__getitem__)  # of equals the more promising
-        finalists = [finalists[n] for n in order[: max(1, min(FINALISTS, int(left / 2 / cost)))]]
+        near = [n for n in order if distances[n] <= NEAR * distances[order[0]]]
+        finalists = [finalists[n] for n in near[: max(1, min(FINALISTS, int(left / 2 / cost)))]]
     best = min((bench.repaired(candidate, SHARES) for candidate in finalists), key=lambda one: one.distance)
     left -= len(finalists) * cost
     epochs = min(MOST_EPOCHS, int((left - JUDGING) / search.epoch(best.candidate.plan)))
