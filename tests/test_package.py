@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tarfile
@@ -57,3 +58,13 @@ def test_the_sdist_holds_what_the_tests_need(archives: tuple[Path, Path]) -> Non
 def test_the_archives_pass_the_checks(archives: tuple[Path, Path]) -> None:
     run("twine", "check", "--strict", *archives)
     run("check_wheel_contents", archives[0])
+
+
+def test_the_citation_names_the_version() -> None:
+    cited = re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.MULTILINE)
+    declared = re.search(
+        r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert cited is not None
+    assert declared is not None
+    assert cited[1] == declared[1]
