@@ -497,7 +497,7 @@ def test_a_cut_is_mended_and_recovered_from_the_command_line(work: Path) -> None
     )
     assert [epoch["number"] for epoch in content["epochs"]] == [1, 2]
     assert demo.accuracy(fp.load(work / "recovered", build=DEMO), test) > 0.97
-    assert "--repair sequential looks at samples: give --data" in refused(
+    assert "--repair sequential needs samples: give --data" in refused(
         "cut", DEMO, work / "plan.json", "--repair", "sequential", "-o", work / "x"
     )
 

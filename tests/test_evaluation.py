@@ -381,7 +381,7 @@ def test_from_scores_to_an_evaluated_smaller_model_on_the_command_line(tmp_path:
     assert "perplexity" in table
     assert "mean" not in table  # of a model and its cut it would say nothing
     table = run("evaluate", *models, f"hf:{tmp_path / 'streamed'}", "--text", tmp_path / "story.txt").stdout
-    assert "mean of 2 ± spread" in " ".join(table.split())
+    assert "mean of 2 ± deviation" in " ".join(table.split())
     assert (
         f"{perplexity(small, read_tokens(tmp_path / 'story.txt', byte_tokenizer())).value:.3f} ± 0.00"
         in " ".join(table.split())

@@ -287,7 +287,7 @@ def test_what_text_cannot_do_is_one_line(folders: dict[str, Path], tmp_path: Pat
         (
             (f"hf:{folders['bert']}", "--data", data),
             (
-                "BertForSequenceClassification does not predict the next token, so its texts need classes:"
+                "BertForSequenceClassification is no causal language model, so its texts need classes:"
                 " give --label-column"
             ),
         ),

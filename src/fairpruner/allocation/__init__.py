@@ -25,8 +25,8 @@ __all__ = ["RULES", "allocate", "shuffled", "sweep"]
 # A budget of one of these metrics only removes units of these kinds.
 KINDS_OF_METRIC: dict[Metric, tuple[Kind, ...]] = {"experts": ("expert",)}
 
-
-FAR = 0.05  # of the original: a plan that misses its budget by more is told of
+# `allocate` warns if a plan misses its budget by more than this share of the original.
+FAR = 0.05
 
 
 def allocate(

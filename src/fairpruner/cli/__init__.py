@@ -1,5 +1,6 @@
-"""The `fairpruner` command: every stage of the pipeline, on files. Each module adds its commands, in the
-order of the pipeline.
+"""The `fairpruner` command: every stage of the pipeline, on files.
+
+Each module adds its commands, in the order of the pipeline.
 """
 
 from fairpruner.cli import planning  # noqa: F401  # isort: skip

@@ -1,4 +1,4 @@
-"""What all commands share: the application, its options, and how they read and print."""
+"""What all commands share: the application, common options, and printing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from fairpruner.terminal import Printable
 
 @contextmanager
 def plain_warnings() -> Iterator[None]:
-    """Inside, our own warnings are a sentence without the line of code that gave them."""
+    """Inside the block, warnings of fairpruner are printed as one sentence, without a line of code."""
     usual = warnings.formatwarning
 
     def told(
@@ -80,7 +80,7 @@ class _Commands(TyperGroup):
             print(f"Error: {error}", file=sys.stderr)
             raise typer.Exit(1) from None
         except KeyboardInterrupt as stop:
-            print(str(stop) or STOPPED, file=sys.stderr)  # recovery says how to go on
+            print(str(stop) or STOPPED, file=sys.stderr)  # the message of recovery says how to resume
             raise typer.Exit(130) from None
 
 
@@ -108,7 +108,7 @@ def _main(
 
 
 def parse_numbers(text: str) -> list[int | float]:
-    """Comma-separated numbers: whole ones are counts, those with a point are shares."""
+    """Comma-separated numbers: integers are counts, numbers with a decimal point are shares."""
     try:
         return [int(part) if part.strip().lstrip("+-").isdigit() else float(part) for part in text.split(",")]
     except ValueError:
@@ -169,33 +169,45 @@ Model = Annotated[
 ]
 ScoresFile = Annotated[Path, typer.Argument(metavar="SCORES", help="A file that `score` wrote.")]
 Weights = Annotated[
-    str | None, typer.Option(help=f"A .safetensors, .pt or .pth file; {PRETRAINED!r} for the zoo's own.")
+    str | None,
+    typer.Option(
+        help=f"A .safetensors, .pt or .pth file, or {PRETRAINED!r} for the weights of timm or torchvision."
+    ),
 ]
 Skip = Annotated[
-    list[str] | None, typer.Option(help="Space, module or pattern to leave alone; may be repeated.")
+    list[str] | None, typer.Option(help="A space, module or pattern that is not pruned; may be repeated.")
 ]
 Kinds = Annotated[str | None, typer.Option(help=f"Only these kinds: {', '.join(KINDS)}.")]
-Rule = Annotated[str, typer.Option(help=f"{', '.join(RULES)}.", autocompletion=lambda: list(RULES))]
-Exact = Annotated[bool, typer.Option("--exact", help="Move single units to hit the budget itself.")]
+Rule = Annotated[
+    str, typer.Option(help=f"How depths are chosen: {', '.join(RULES)}.", autocompletion=lambda: list(RULES))
+]
+Exact = Annotated[bool, typer.Option("--exact", help="Move single units to meet the budget exactly.")]
 MultipleOf = Annotated[
-    str, typer.Option(help="What is kept of a space is a multiple of this; auto takes it from --latency.")
+    str,
+    typer.Option(
+        help="Channels and hidden units are kept in multiples of this; auto takes the multiple of --latency."
+    ),
 ]
 Latency = Annotated[
     Path | None,
     typer.Option(
         help=(
-            "A table that `latency` wrote: plans tell their milliseconds, and budgets may be latency=0.6 or"
+            "A table that `latency` wrote. Plans predict milliseconds, and a budget may be latency=0.6 or"
             " latency_ms=12."
         )
     ),
 ]
-MinKeep = Annotated[str, typer.Option(help="At least this many units, or this share, of every space.")]
-Removal = Annotated[str | None, typer.Option(help="Which of the scored removal signals to use.")]
-Protection = Annotated[str | None, typer.Option(help="Which of the scored protection signals to use.")]
+MinKeep = Annotated[
+    str, typer.Option(help="Every space keeps at least this many units, or this share of them.")
+]
+Removal = Annotated[str | None, typer.Option(help="The removal signal to use, one of the scored signals.")]
+Protection = Annotated[
+    str | None, typer.Option(help="The protection signal to use, one of the scored signals.")
+]
 BatchSize = Annotated[int, typer.Option(help="Samples per batch.")]
-Device = Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, mps, …")]
+Device = Annotated[str, typer.Option(help="The device that the model runs on: cpu, cuda, mps, …")]
 Force = Annotated[bool, typer.Option("--force", help="Replace an output that fairpruner wrote before.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
 def trained(source: str, weights: str | None, device: str = "cpu") -> nn.Module:
@@ -207,19 +219,19 @@ def trained(source: str, weights: str | None, device: str = "cpu") -> nn.Module:
     net = load_model(source, weights)
     try:
         return net.to(device)
-    except (RuntimeError, AssertionError) as error:  # how torch refuses a device
+    except (RuntimeError, AssertionError) as error:  # the exceptions of torch for a missing device
         raise FairprunerError(f"The model cannot be put on the device {device!r}: {error}") from error
 
 
 def is_first() -> bool:
-    """Whether this process is to write and print: the first one of a launcher's job."""
+    """Whether this process writes and prints: only the first process of a launch does."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def show(shown: Printable, as_json: bool) -> None:
-    """Print a result, as a table or for machines."""
+    """Print a result as a table or as JSON."""
     if as_json:
         print(json.dumps(shown.json, indent=2, allow_nan=False))
         return
-    width = None if sys.stdout.isatty() else 140  # a pipe or a file has no width of its own
+    width = None if sys.stdout.isatty() else 140  # a pipe or a file has no width
     Console(width=width, markup=False).print(shown.table)

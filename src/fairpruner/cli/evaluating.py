@@ -1,4 +1,4 @@
-"""The command that asks a language model what it can still do: evaluate."""
+"""The command that evaluates language models: evaluate."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def evaluate_models(
         typer.Argument(
             metavar="MODEL...",
             help=(
-                "hf:FOLDER or hf:NAME, original or pruned; of several that are equally large the mean is"
-                " shown too."
+                "hf:FOLDER or hf:NAME, original or pruned. For several models of equal size the mean is shown"
+                " too."
             ),
         ),
     ],
@@ -56,22 +56,21 @@ def evaluate_models(
             )
         ),
     ] = None,
-    text: Annotated[Path | None, typer.Option(help="A text file: perplexity over all of it.")] = None,
-    length: Annotated[int, typer.Option(help="Perplexity: tokens in a window.")] = 512,
+    text: Annotated[Path | None, typer.Option(help="A text file, to compute the perplexity on.")] = None,
+    length: Annotated[int, typer.Option(help="Perplexity: the number of tokens in a window.")] = 512,
     limit: Annotated[
         int | None,
-        typer.Option(help="Ask this many items of each task, evenly over its categories; all by default."),
+        typer.Option(help="The number of items of each task, evenly from its categories; all by default."),
     ] = None,
     calibration: Annotated[
-        Path | None, typer.Option(help="What the scores were made from: what is also in it is not evaluated.")
+        Path | None,
+        typer.Option(help="The file that the scores were made from; items that are in it are refused."),
     ] = None,
     batch_size: BatchSize = 8,
     device: Device = "cpu",
     as_json: AsJson = False,
 ) -> None:
-    """Measure language models: accuracy and parse rate on tasks, answered in their own words, and
-    perplexity on a text.
-    """
+    """Evaluate language models: accuracy and parse rate on tasks, and perplexity on a text."""
     if (tasks is None) != (data is None) or (tasks is None and text is None):
         raise FairprunerError(
             "There is nothing to evaluate: give --tasks together with --data, or --text, or both."
@@ -83,11 +82,11 @@ def evaluate_models(
     sizes: dict[str, int] = {}
     for source in models:
         if not is_source(source):
-            raise FairprunerError(f"{source} has no tokenizer: name a model of Hugging Face, hf:FOLDER.")
+            raise FairprunerError(f"{source} has no tokenizer: give a Hugging Face model, hf:FOLDER.")
         net, tokenizer = trained(source, None, device), tokenizer_of(place_of(source))
         if not is_causal(net):
             raise FairprunerError(
-                f"{type(net).__name__} does not predict the next token, so it has nothing to answer with."
+                f"{type(net).__name__} is no causal language model, so it cannot generate answers."
             )
         sizes[source] = fp.count_params(net)
         found = results[source] = dict(
@@ -98,9 +97,9 @@ def evaluate_models(
                 net, read_tokens(text, tokenizer), length=length, batch_size=batch_size
             )
     usual, count = Counter(sizes.values()).most_common(1)[0]
-    alike = [source for source, size in sizes.items() if size == usual] if count > 1 else []
+    same_size = [source for source, size in sizes.items() if size == usual] if count > 1 else []
     tables = [
-        _table(name, {source: by_name[name] for source, by_name in results.items()}, alike)
+        _table(name, {source: by_name[name] for source, by_name in results.items()}, same_size)
         for name in next(iter(results.values()))
     ]
     show(
@@ -117,15 +116,13 @@ def evaluate_models(
     )
 
 
-def _table(name: str, found: Mapping[str, TaskResult | Perplexity], alike: Sequence[str]) -> Group:
-    """One task, or perplexity, with a column for each model and one for the mean of those that are
-    equally large.
-    """
-    columns = ("", *found, *([f"mean of {len(alike)} ± spread"] if alike else []))
+def _table(name: str, found: Mapping[str, TaskResult | Perplexity], same_size: Sequence[str]) -> Group:
+    """One task, or perplexity: a column for each model, and one for the mean of models of equal size."""
+    columns = ("", *found, *([f"mean of {len(same_size)} ± deviation"] if same_size else []))
 
     def row(label: str, number: Callable[[Any], float], form: str) -> tuple[str, ...]:
         values = {source: number(result) for source, result in found.items()}
-        same = [values[source] for source in alike]
+        same = [values[source] for source in same_size]
         mean = [f"{form.format(fmean(same))} ± {stdev(same):.2f}"] if same else []
         return label, *(form.format(value) for value in values.values()), *mean
 
@@ -143,5 +140,5 @@ def _table(name: str, found: Mapping[str, TaskResult | Perplexity], alike: Seque
         for kind in first.categories
     ]
     return table_of(
-        f"{name}: {first.items:,} items, zero-shot; what cannot be parsed is wrong", columns, rows
+        f"{name}: {first.items:,} items, zero-shot; an answer that cannot be parsed is wrong", columns, rows
     )

@@ -53,15 +53,13 @@ KINDS = {
 Folder = Annotated[Path, typer.Option("--output", "-o", help="The folder of the smaller model.")]
 Repair = Annotated[
     str | None,
-    typer.Option(
-        help=f"Mend the cut without training, by one or several of {', '.join(METHODS)}; needs --data."
-    ),
+    typer.Option(help=f"Repair the cut model by one or several of {', '.join(METHODS)}; needs --data."),
 ]
 Epochs = Annotated[int, typer.Option(help="Epochs of fine-tuning.")]
 Checkpoints = Annotated[
-    Path | None, typer.Option(help="A folder for checkpoints: the same command goes on from there.")
+    Path | None, typer.Option(help="A folder for checkpoints; the same command resumes from it.")
 ]
-LearningRate = Annotated[float, typer.Option(help="At the start of the schedule.")]
+LearningRate = Annotated[float, typer.Option(help="The learning rate at the start of the schedule.")]
 Augment = Annotated[
     str | None,
     typer.Option(
@@ -70,10 +68,14 @@ Augment = Annotated[
     ),
 ]
 Optimizer = Annotated[
-    str, typer.Option(help=f"{', '.join(OPTIMIZERS)}.", autocompletion=lambda: list(OPTIMIZERS))
+    str, typer.Option(help=f"One of {', '.join(OPTIMIZERS)}.", autocompletion=lambda: list(OPTIMIZERS))
 ]
 Schedule = Annotated[
-    str, typer.Option(help=f"{', '.join(SCHEDULES)}.", autocompletion=lambda: list(SCHEDULES))
+    str,
+    typer.Option(
+        help=f"The course of the learning rate: {', '.join(SCHEDULES)}.",
+        autocompletion=lambda: list(SCHEDULES),
+    ),
 ]
 
 
@@ -95,21 +97,21 @@ def cut(
         bool, typer.Option("--stream", help="Cut an hf: folder file by file, for a model larger than memory.")
     ] = False,
     max_shard_size: Annotated[
-        str, typer.Option(help="Of a model of Hugging Face: the largest file, such as 5GB.")
+        str, typer.Option(help="Hugging Face models: the size of the largest file, such as 5GB.")
     ] = SHARD_SIZE,
     reading: Reading = CALIBRATION,
     device: Device = "cpu",
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Cut the plan's units out of a model, mend what is left if asked, and save the smaller model."""
+    """Remove the plan's units from a model, repair it if asked, and save the smaller model."""
     check_output(output, MODEL_FOLDER, model, plan, weights, data, force=force)
     chosen = Plan.load(plan)
     if stream_files:
         if not is_source(model) or repair or weights:
             raise FairprunerError(
-                "--stream cuts the files of an hf: folder as they are: leave out --weights and --repair, or"
-                " leave out --stream."
+                "--stream cuts the files of an hf: folder without building the model: leave out --weights and"
+                " --repair, or leave out --stream."
             )
         stream(place_of(model), chosen, output, max_shard_size=max_shard_size, force=force)
         show(show_plan(chosen, str(output)), as_json)
@@ -118,7 +120,7 @@ def cut(
     small, notes = fp.cut(net, chosen), list[Note]()
     if repair:
         if data is None:
-            raise FairprunerError(f"--repair {repair} looks at samples: give --data.")
+            raise FairprunerError(f"--repair {repair} needs samples: give --data.")
         small = fp.repair(
             small, net, chosen, reading.read(model, net, data), method=parse_names(repair), notes=notes
         )
@@ -137,16 +139,16 @@ def recover(
     epochs: Epochs = 10,
     output: Folder = Path("recovered"),
     validation: Annotated[
-        str | None, typer.Option(help="Data to judge each epoch by; the best is kept.")
+        str | None, typer.Option(help="Data to validate each epoch on; the best epoch is kept.")
     ] = None,
     checkpoints: Checkpoints = None,
     learning_rate: LearningRate = 0.005,
     optimizer: Optimizer = "sgd",
     schedule: Schedule = "cosine",
     label_smoothing: Annotated[
-        float, typer.Option(help="Share of each label that is spread over all classes.")
+        float, typer.Option(help="The share of each label that is spread over all classes.")
     ] = 0.0,
-    ema: Annotated[float, typer.Option(help="Decay of a running average of the weights; 0 is off.")] = 0.0,
+    ema: Annotated[float, typer.Option(help="The decay of a moving average of the weights; 0 is off.")] = 0.0,
     teacher: Annotated[
         str | None, typer.Option(help="Weights of the original model, to distil from.")
     ] = None,
@@ -155,8 +157,9 @@ def recover(
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Fine-tune a pruned model; start it with `accelerate launch -m fairpruner` for several processes or
-    mixed precision.
+    """Fine-tune a pruned model.
+
+    For several processes or mixed precision, start it with `accelerate launch -m fairpruner`.
     """
     check_output(output, MODEL_FOLDER, folder, data, model, validation, checkpoints, teacher, force=force)
     small, plan = fp.load(folder, build=model), Plan.load(folder / "plan.json")
@@ -202,10 +205,10 @@ def prune(
     alpha: Annotated[
         float | None, typer.Option(help="The tolerance in [0, 1) of each round, instead of a budget.")
     ] = None,
-    rounds: Annotated[int, typer.Option(help="Score, cut, mend and train this many times.")] = 1,
+    rounds: Annotated[int, typer.Option(help="Score, cut, repair and train this many times.")] = 1,
     repair: Annotated[
         str | None,
-        typer.Option(help=f"Mend each cut without training, by one or several of {', '.join(METHODS)}."),
+        typer.Option(help=f"Repair each cut model by one or several of {', '.join(METHODS)}."),
     ] = None,
     recover_epochs: Annotated[int, typer.Option(help="Epochs of fine-tuning after each cut.")] = 0,
     train: Annotated[str | None, typer.Option(help="Data to fine-tune on; all of --data by default.")] = None,
@@ -215,19 +218,19 @@ def prune(
     removal: Annotated[
         str | None,
         typer.Option(
-            help=f"One of {', '.join(fp.signals.names('removal'))}; by default what fits each kind."
+            help=f"One of {', '.join(fp.signals.names('removal'))}; the default depends on the kind."
         ),
     ] = None,
     protection: Annotated[
         str | None,
         typer.Option(
-            help=f"One of {', '.join(fp.signals.names('protection'))}; by default what fits each kind."
+            help=f"One of {', '.join(fp.signals.names('protection'))}; the default depends on the kind."
         ),
     ] = None,
     preset: Annotated[
         str,
         typer.Option(
-            help="best searches over signals and rules for one round to a budget; paper is its method alone.",
+            help="best searches over signals and rules for one budget; paper is the paper's method.",
             autocompletion=lambda: list(PRESETS),
         ),
     ] = "best",
@@ -240,9 +243,7 @@ def prune(
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """The whole job: find the best plan for a budget, cut, mend and train, once or in rounds; ends with
-    the folder of a smaller model.
-    """
+    """All stages: find the best plan for a budget, cut, repair and train, once or in rounds, and save."""
     check_output(output, MODEL_FOLDER, model, data, weights, train, checkpoints, force=force)
     net = trained(model, weights, device)
     small, plan = fp.prune(
@@ -276,7 +277,7 @@ def prune(
 
 @app.command(epilog="Example: fairpruner demo -o digits")
 def demo(
-    output: Annotated[Path, typer.Option("--output", "-o", help="The folder that the demo fills.")] = Path(
+    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write.")] = Path(
         "fairpruner-demo"
     ),
     force: Force = False,
@@ -285,7 +286,7 @@ def demo(
     """Train a small CNN on handwritten digits, score it once, and prune it to half its FLOPs."""
     for name, kind in KINDS.items():
         check_output(output / name, kind, force=force)
-    torch.set_num_threads(1)  # the tensors are so small that threads would only wait for each other
+    torch.set_num_threads(1)  # for such small tensors, more threads are slower
     show(show_demo(run_demo(output, force=force), str(output)), as_json)
 
 

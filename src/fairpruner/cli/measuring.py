@@ -1,4 +1,4 @@
-"""Commands that time: measure, latency."""
+"""The commands that measure: measure, latency."""
 
 from __future__ import annotations
 
@@ -35,9 +35,11 @@ from fairpruner.terminal import Printable, table_of
 
 Shape = Annotated[
     str | None,
-    typer.Option(help="Shape of one input without the batch, such as 3,32,32; a zoo's model knows its own."),
+    typer.Option(
+        help="Shape of one input without the batch, such as 3,32,32; not needed for timm and torchvision."
+    ),
 ]
-Threads = Annotated[int | None, typer.Option(help="Threads; all that torch takes by default.")]
+Threads = Annotated[int | None, typer.Option(help="The number of threads; by default that of torch.")]
 
 
 @app.command(
@@ -51,24 +53,26 @@ def measure(
     weights: Weights = None,
     pruned: Annotated[
         Path | None,
-        typer.Option(help="The folder of a pruned model, to compare with the one it was cut from."),
+        typer.Option(help="The folder of a pruned model, to compare with MODEL."),
     ] = None,
     shape: Shape = None,
-    batch_sizes: Annotated[str, typer.Option(help="Batch sizes, with commas between.")] = "1,4,8",
+    batch_sizes: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "1,4,8",
     threads: Threads = None,
     runtimes: Annotated[str, typer.Option(help=f"One or several of {', '.join(RUNTIMES)}.")] = "eager",
-    repeats: Annotated[int, typer.Option(help="Rounds in which all run once.")] = 30,
-    memory: Annotated[bool, typer.Option(help="Peak memory, of a new process for each model.")] = True,
+    repeats: Annotated[int, typer.Option(help="The number of rounds; every model runs once in each.")] = 30,
+    memory: Annotated[
+        bool, typer.Option(help="Measure peak memory, in a new process for each model.")
+    ] = True,
     energy: Annotated[
         str | None,
-        typer.Option(help="Energy and CO2 too, for the power mix of a country: its ISO code, such as DEU."),
+        typer.Option(
+            help="Also measure energy and CO2, for the power mix of a country: an ISO code such as DEU."
+        ),
     ] = None,
     device: Device = "cpu",
     as_json: AsJson = False,
 ) -> None:
-    """Measure params, FLOPs, bytes, latency and memory of a model, or of a pruned one beside the
-    original.
-    """
+    """Measure params, FLOPs, bytes, latency and memory of a model, or compare a pruned model with it."""
     original = trained(model, weights, device)
     small = None if pruned is None else fp.load(pruned, build=model).to(device)
     found = fp.measure(
@@ -95,21 +99,22 @@ def latency(
     scores: ScoresFile,
     weights: Weights = None,
     shape: Shape = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where the table goes.")] = Path(
-        "latency.json"
-    ),
+    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path("latency.json"),
     batch_size: Annotated[int, typer.Option(help="Samples per batch.")] = 1,
     threads: Threads = None,
     runtime: Annotated[
         str, typer.Option(help=f"{', '.join(RUNTIMES)}.", autocompletion=lambda: list(RUNTIMES))
     ] = "eager",
-    repeats: Annotated[int, typer.Option(help="Rounds in which all cut models run once.")] = 10,
+    repeats: Annotated[
+        int, typer.Option(help="The number of rounds; every cut model runs once in each.")
+    ] = 10,
     device: Device = "cpu",
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure once how long a scored model takes at any widths, on this machine: then `plan --keep
-    latency=0.6 --latency FILE` needs no model.
+    """Measure how long a scored model takes at any width, on this machine.
+
+    `plan --keep latency=0.6 --latency FILE` then needs no model.
     """
     check_output(output, "latency table", model, scores, weights, force=force)
     spaces = Scores.load(scores).spaces
@@ -135,7 +140,7 @@ def _example(source: str, net: nn.Module, shape: str | None, device: str) -> Any
     example = torch.rand(1, *parse_shape(shape)) if shape is not None else example_for(source, net)
     if example is None:
         raise FairprunerError(
-            f"{source} does not say what its input looks like: give --shape, such as --shape 3,32,32."
+            f"The input shape of {source} is unknown: give --shape, such as --shape 3,32,32."
         )
     return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), example)
 
@@ -145,7 +150,7 @@ def _shown(table: fp.LatencyTable, place: Path) -> Printable:
         (f"{measured:.3g}", f"{predicted:.3g}", f"{miss:+.1%}")
         for (measured, predicted), miss in zip(table.trials, table.misses, strict=True)
     ]
-    title = f"{place}: {len(table.ops)} operations; widths count in multiples of {table.multiple}"
+    title = f"{place}: {len(table.ops)} operations; widths are rounded up to multiples of {table.multiple}"
     setting = ", ".join(f"{name} {value}" for name, value in table.setting.items())
     facts = {
         "file": str(place),
@@ -153,4 +158,4 @@ def _shown(table: fp.LatencyTable, place: Path) -> Printable:
         "setting": dict(table.setting),
         "trials": [list(trial) for trial in table.trials],
     }
-    return Printable(table_of(title, ("measured ms", "by the table", "miss"), rows, notes=[setting]), facts)
+    return Printable(table_of(title, ("measured ms", "predicted ms", "miss"), rows, notes=[setting]), facts)

@@ -1,4 +1,4 @@
-"""Commands that look and choose: discover, score, sweep, plan, info."""
+"""The commands before a cut: discover, score, sweep, plan, info."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def discover(
     shape: Annotated[
         str | None,
         typer.Option(
-            help="Shape of one input without the batch, such as 3,32,32; a zoo's model knows its own."
+            help="Shape of one input without the batch, such as 3,32,32; not needed for timm and torchvision."
         ),
     ] = None,
     data: Annotated[str | None, Data] = None,
@@ -69,7 +69,7 @@ def discover(
     kinds: Kinds = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what can be removed from a model, and what cannot and why."""
+    """Show what can be removed from a model, and why other parts cannot."""
     net = load_model(model, weights)
     if data is not None:
         example = example_of(
@@ -80,8 +80,7 @@ def discover(
         example = torch.rand(1, *parse_shape(shape)) if shape is not None else example_for(model, net)
         if example is None:
             raise FairprunerError(
-                f"{model} does not say what its input looks like: give --shape, such as --shape 3,32,32, or"
-                " --data."
+                f"The input shape of {model} is unknown: give --shape, such as --shape 3,32,32, or --data."
             )
     show(
         show_spaces(fp.discover(net, example, kinds=parse_names(kinds) if kinds else None, skip=skip or ())),
@@ -100,28 +99,24 @@ def score(
     model: Model,
     data: Annotated[str, Data],
     weights: Weights = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where the scores go.")] = Path(
+    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path(
         "scores.safetensors"
     ),
     removal: Annotated[
         str | None,
         typer.Option(
-            help=(
-                f"One or several of {', '.join(fp.signals.names('removal'))}; by default what fits each kind."
-            )
+            help=(f"Some of {', '.join(fp.signals.names('removal'))}; the default depends on the kind.")
         ),
     ] = None,
     protection: Annotated[
         str | None,
         typer.Option(
-            help=(
-                f"One or several of {', '.join(fp.signals.names('protection'))}; by default what fits each"
-                " kind."
-            )
+            help=(f"Some of {', '.join(fp.signals.names('protection'))}; the default depends on the kind.")
         ),
     ] = None,
     groups: Annotated[
-        int | None, typer.Option(help="Compare this many groups of similar classes instead of all classes.")
+        int | None,
+        typer.Option(help="Merge classes into this many groups of similar ones before comparing them."),
     ] = None,
     task: Annotated[
         str | None,
@@ -138,7 +133,7 @@ def score(
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Score every unit of a model on calibration data, once: every budget after that is instant."""
+    """Score every unit of a model on calibration data; every plan is then made from these scores."""
     if task and loss:
         raise FairprunerError(
             f"Found --task {task} and --loss {loss}, expected one of them: a loss replaces that of the task."
@@ -147,7 +142,7 @@ def score(
     net = trained(model, weights, device)
     if is_rows(data) and reading.label_column is None and not is_causal(net):
         raise FairprunerError(
-            f"{type(net).__name__} does not predict the next token, so its texts need classes: give"
+            f"{type(net).__name__} is no causal language model, so its texts need classes: give"
             " --label-column."
         )
     batches = reading.read(model, net, data)
@@ -191,7 +186,7 @@ def sweep(
     protection: Protection = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what many budgets would keep, without the model."""
+    """Show what plans for several budgets keep; needs no model."""
     loaded = Scores.load(scores).using(removal, protection)
     kept = parse_numbers(amounts)
     known: Metric = metric  # type: ignore[assignment]  # Budget checks it
@@ -212,7 +207,7 @@ def plan(
         ),
     ] = None,
     alpha: Annotated[float | None, typer.Option(help="The tolerance in [0, 1), instead of a budget.")] = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where the plan goes.")] = Path("plan.json"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path("plan.json"),
     rule: Rule = "tod",
     exact: Exact = False,
     multiple_of: MultipleOf = "1",
@@ -225,7 +220,7 @@ def plan(
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Choose the units that go, for a budget or a tolerance, without the model."""
+    """Make a plan for a budget or a tolerance; needs no model."""
     check_output(output, "plan", scores, latency, force=force)
     loaded = Scores.load(scores).using(removal, protection)
     budget = parse_budget(keep) if keep else None
@@ -256,7 +251,7 @@ def info(
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Show what a file or folder of fairpruner holds."""
+    """Show what is in a scores file, a plan, or the folder of a pruned model."""
     if path.suffix == ".safetensors":
         show(show_scores(Scores.load(path), str(path)), as_json)
     else:
@@ -264,7 +259,7 @@ def info(
 
 
 def _constraints(multiple_of: str, min_keep: str, latency: Path | None) -> dict[str, Any]:
-    """What limits every plan, as `fp.allocate` takes it."""
+    """The constraints of every plan, as arguments of `fp.allocate`."""
     return {
         "multiple_of": parse_multiple(multiple_of),
         "min_keep": parse_number(min_keep),

@@ -1,4 +1,4 @@
-"""The options of every command that reads data, told once, and how they read it."""
+"""The options of all commands that read data, and how data is read with them."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ Data = typer.Option(
         " package.module:FUNCTION or file.py:FUNCTION that returns batches."
     )
 )
-Size = Annotated[int | None, typer.Option(help="Images: side in pixels after resizing and centre crop.")]
-TextColumn = Annotated[
-    str, typer.Option(help="Texts: the column that holds them, or two with a comma between for pairs.")
+Size = Annotated[
+    int | None, typer.Option(help="Images: height and width in pixels, after resizing and a centre crop.")
 ]
-Length = Annotated[int, typer.Option(help="Texts: take this many tokens of each.")]
+TextColumn = Annotated[str, typer.Option(help="Texts: the column of the text, or two columns a,b for pairs.")]
+Length = Annotated[int, typer.Option(help="Texts: the most tokens of one text.")]
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Reading:
     """How the data of one command is read."""
 
     samples: Annotated[
-        int | None, typer.Option(help="Use this many samples, evenly over the classes; all by default.")
+        int | None, typer.Option(help="Use this many samples, evenly from the classes; all by default.")
     ] = None
     batch_size: BatchSize = 64
     size: Size = None
@@ -47,14 +47,16 @@ class Reading:
     std: Annotated[str, typer.Option(help="Images and uint8 arrays: standard deviation per channel.")] = "1"
     text_column: TextColumn = "text"
     label_column: Annotated[
-        str | None, typer.Option(help="Texts: the column of their classes; a language model can do without.")
+        str | None, typer.Option(help="Texts: the column of the class; a language model needs none.")
     ] = None
     length: Length = 128
-    seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0
+    seed: Annotated[int, typer.Option(help="The seed of all random choices.")] = 0
 
     def read(self, source: str, net: nn.Module, data: str) -> Iterable[Any]:
-        """The data, its images prepared as the options say, or where they say nothing as the model's zoo
-        does; its texts by the model's tokenizer.
+        """The batches of some data.
+
+        Images are prepared as the options say; without these options, as timm or torchvision does for this
+        model. Texts are prepared by the model's tokenizer.
         """
         sampling = Sampling(self.samples, self.batch_size, self.seed)
         if is_rows(data):
@@ -66,13 +68,11 @@ class Reading:
     def _texts(self, source: str, net: Any, data: str, sampling: Sampling) -> Iterable[Any]:
         if not is_source(source):
             raise FairprunerError(
-                f"Data {data} is text, and {source} has no tokenizer: name a model of Hugging Face,"
-                " hf:FOLDER."
+                f"Data {data} is text, but {source} has no tokenizer: give a Hugging Face model, hf:FOLDER."
             )
         tokenizer = tokenizer_of(place_of(source))
-        if (
-            net.config.pad_token_id is None
-        ):  # a classifier made of a language model looks for the last real token by it
+        # A classifier made from a language model uses this id to find the last real token.
+        if net.config.pad_token_id is None:
             net.config.pad_token_id = tokenizer.pad_token_id
         columns = Columns(parse_names(self.text_column), self.label_column, self.length)
         return load_text(data, tokenizer, sampling, columns, classes=net.config.label2id)
@@ -82,7 +82,7 @@ CALIBRATION, TRAINING = Reading(), Reading(batch_size=256)
 
 
 def reads_data(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with an option for each field of its parameter `reading`, whose default gives theirs."""
+    """The command with one option for each field of its parameter `reading`, with that default."""
     own = inspect.signature(command, eval_str=True).parameters
     options = inspect.signature(Reading, eval_str=True).parameters
     defaults = asdict(own["reading"].default)

@@ -1,4 +1,4 @@
-"""Commands that draw: report, plot."""
+"""The commands that draw: report, plot."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ def report(
     ],
     plan: Annotated[
         Path | None,
-        typer.Option(help="The plan to begin with: a plan's file, or the folder of a pruned model."),
+        typer.Option(
+            help="The plan that the page shows first: a plan's file, or the folder of a pruned model."
+        ),
     ] = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where the page goes.")] = Path(
-        "report.html"
-    ),
+    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path("report.html"),
     measured: Annotated[
         Path | None,
         typer.Option(help='A JSON file of measured numbers: {"cut": {"accuracy": 0.91, "flops": 62e6}}.'),
     ] = None,
     latency: Latency = None,
     title: Annotated[
-        str | None, typer.Option(help="The page's title; the name of the source by default.")
+        str | None, typer.Option(help="The title of the page; by default the name of the source.")
     ] = None,
     removal: Removal = None,
     protection: Protection = None,
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write a page on which every plan of the scores can be looked at and chosen."""
+    """Write an interactive page on which any plan of the scores can be chosen."""
     check_output(output, PAGE, source, plan, measured, latency, force=force)
-    told = fp.report(
+    found = fp.report(
         source if source.is_dir() else Scores.load(source).using(removal, protection),
         plan,
         measured=measured,
         latency=latency,
         title=title or source.name,
     )
-    told.save_html(output)
-    show(Printable(told, {"file": str(output), **told.to_json()}), as_json)
+    found.save_html(output)
+    show(Printable(found, {"file": str(output), **found.to_json()}), as_json)
 
 
 @app.command(epilog="Example: fairpruner plot tolerance scores.safetensors -o tolerance.svg")
@@ -64,7 +64,7 @@ def plot(
         Path,
         typer.Argument(
             metavar="SOURCE",
-            help="What it is drawn from: scores, a plan or a folder for profile, JSON curves for ablation.",
+            help="Scores; for profile a plan or a folder; for ablation a JSON file of curves.",
         ),
     ],
     output: Annotated[

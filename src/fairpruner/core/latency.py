@@ -1,11 +1,10 @@
-"""A latency table: how long each operation of one model takes at any widths, on one machine, batch size
-and runtime.
+"""A latency table: the time of each operation of one model at any width, for one machine and runtime.
 
-An operation's milliseconds are a fixed part, a part that follows its multiply-accumulates, and one for
-each of its axes that follows the axis' length, as norms and activations do. Every length counts as its
-next multiple of `multiple`, as hardware computes it, and lengths that are no multiple may cost an extra
-share of the work. The whole model is not put together but known: its tensors may be just large enough to
-cost extra, and all shares refer to it.
+The milliseconds of an operation are the sum of a fixed part, a part proportional to its
+multiply-accumulates, and one part per axis proportional to the length of that axis, for norms and
+activations. Lengths are rounded up to the next multiple of `multiple`, because hardware computes in blocks.
+Lengths that are no multiple may cost an extra share of the work. The full model's latency is measured, not
+predicted: its largest tensors may cost extra, and all shares refer to it.
 """
 
 from __future__ import annotations
@@ -31,35 +30,34 @@ WIDEST = 2**16  # multiple of widths that a machine may want
 
 @dataclass(frozen=True)
 class TimedOp:
-    """Milliseconds of one operation and of all that follows until the next, at full widths."""
+    """Milliseconds of one operation, with what follows it up to the next, at full widths."""
 
-    factors: tuple[int, ...]  # positions in LatencyTable.factors: the axes it multiplies
+    factors: tuple[int, ...]  # the axes that it multiplies, as positions in LatencyTable.factors
     fixed: float
-    work: float  # shrinks with the product of the lengths
-    uneven: float  # besides `work`, where a length is no multiple
-    widths: tuple[float, ...]  # one for each axis: shrinks with its length
+    work: float  # proportional to the product of the lengths
+    uneven: float  # added to `work` if a length is no multiple
+    widths: tuple[float, ...]  # one per axis, proportional to its length
 
     def __post_init__(self) -> None:
         if min(self.fixed, self.work, self.uneven, *self.widths) < 0 or len(self.widths) != len(self.factors):
             raise FairprunerError(
-                "A timed operation takes no negative time, and one for the width of each of its axes, found"
+                "A timed operation needs times that are not negative and one width time per axis, found"
                 f" {self}."
             )
 
 
 @dataclass(frozen=True, eq=False)
 class LatencyTable:
-    """All operations of a model; saved as one JSON file, which serves every plan."""
+    """The times of all operations of a model; saved as one JSON file."""
 
     factors: tuple[Factor, ...]
     ops: tuple[TimedOp, ...]
-    original: float  # milliseconds of the whole model, as measured
-    multiple: int  # of widths: what the machine computes in one go
+    original: float  # measured milliseconds of the full model
+    multiple: int  # widths are rounded up to a multiple of this
     fingerprint: str  # of the model
     setting: Mapping[str, Any] = field(default_factory=dict)  # batch size, threads, runtime, machine
-    trials: tuple[
-        tuple[float, float], ...
-    ] = ()  # (measured, predicted) milliseconds of the cut models it was made from
+    # (measured, predicted) milliseconds of the cut models that the table was made from
+    trials: tuple[tuple[float, float], ...] = ()
 
     def __post_init__(self) -> None:
         if self.multiple < 1 or not self.ops or not self.original > 0:
@@ -76,7 +74,7 @@ class LatencyTable:
                 raise FairprunerError(f"A latency table's operation has more than {BIGGEST:,} steps.")
 
     def milliseconds(self, lengths: Ints) -> Floats:
-        """Of plans that keep so much of each axis, [F, N] -> [N].
+        """The milliseconds of N plans from the lengths of their axes, [F, N] -> [N].
 
         >>> op = TimedOp((0,), 0.5, 4.0, 1.0, (0.5,))
         >>> table = LatencyTable((Factor(32, {}),), (op,), original=5.5, multiple=16, fingerprint="")
@@ -93,12 +91,14 @@ class LatencyTable:
             row[:] = op.fixed + np.where(ragged[axes].any(axis=0), op.work + op.uneven, op.work) * share
             for f, width in zip(axes, op.widths, strict=True):
                 row += width * (padded[f] / whole[f])
-        total = np.cumsum(parts, axis=0)[-1]  # one after the other, as the report's page adds them
+        total = np.cumsum(parts, axis=0)[
+            -1
+        ]  # in this order, so that the sum equals that of the report page bit for bit
         return np.where((lengths == sizes[:, None]).all(axis=0), self.original, total)
 
     @property
     def misses(self) -> Floats:
-        """By which share predictions missed the models that the table was made from, [trials]."""
+        """The relative error of the prediction for each model that the table was made from, [trials]."""
         trials: Floats = np.array(self.trials).reshape(-1, 2)
         return trials[:, 1] / trials[:, 0] - 1
 
@@ -114,7 +114,7 @@ class LatencyTable:
             return LatencyTable.from_json(content)
 
     def to_json(self) -> Json:
-        """What a person wants to read comes first."""
+        """The table as JSON values; what people read comes first."""
         return {
             "setting": dict(self.setting),
             "original": self.original,
@@ -165,7 +165,7 @@ def padded_to(multiple: int, lengths: Ints) -> Ints:
 
 
 def check_table(table: LatencyTable, spaces: Spaces) -> None:
-    """Refuse a table of another model."""
+    """Raise if a table was made for another model."""
     if table.fingerprint != spaces.fingerprint:
         raise another_model(
             "The latency table belongs",

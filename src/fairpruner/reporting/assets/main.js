@@ -208,7 +208,7 @@ function paint(colours) {
 function setTheme(chosen) {
   theme = chosen;
   $("theme").textContent = THEMES[theme];
-  $("theme").setAttribute("aria-label", theme === "auto" ? "Colours: as the system says" : `Colours: ${theme}`);
+  $("theme").setAttribute("aria-label", theme === "auto" ? "Colours: those of the system" : `Colours: ${theme}`);
   paint(theme !== "auto" ? theme : systemIsDark.matches ? "dark" : "light");
 }
 

@@ -134,7 +134,7 @@ function scoresView(page) {
     pointed: () => {
       const depth = plan.depths[page.selected], ranking = plan.rankings[page.selected];
       const share = ranking.mass[depth] / (ranking.mass[ranking.mass.length - 1] || 1);
-      return `${page.names[page.selected]}: ${depth} of ${page.spaces[page.selected].size} units go, with ${percent(share)} of the protection score`;
+      return `${page.names[page.selected]}: ${depth} of ${page.spaces[page.selected].size} units are removed, with ${percent(share)} of the protection scores`;
     },
     ...extra,
   });
@@ -154,7 +154,7 @@ function scoresView(page) {
     const ranking = plan.rankings[page.selected];
     removal.u.setData([ranks(order.length), Array.from(ranking.removal)]);
     protection.u.setData([ranks(order.length), order.map((place) => ranking.protection[place])]);
-    removal.place.setAttribute("aria-label", `Removal scores of ${page.names[page.selected]} in the order in which units go`);
+    removal.place.setAttribute("aria-label", `Removal scores of ${page.names[page.selected]} in removal order`);
     protection.place.setAttribute("aria-label", `Protection scores of ${page.names[page.selected]}, the highest first`);
     [removal, protection].forEach((view) => view.refresh());
   };
@@ -217,14 +217,14 @@ function massView(page) {
     ],
     pointed: (s) => {
       const { removed, bound } = parts((s ??= page.selected));
-      return `${names[s]}: ${percent(removed)} of its protection mass goes, at most ${percent(bound)} could`;
+      return `${names[s]}: ${percent(removed)} of its protection scores removed, at most ${percent(bound)} possible`;
     },
   });
   view.u.over.addEventListener("click", () => view.u.cursor.idx != null && page.select(view.u.cursor.idx));
   return (chosen) => {
     plan = chosen;
     view.u.setData(view.u.data);
-    view.place.setAttribute("aria-label", `Protection mass removed, and its bound, for ${names.length} spaces`);
+    view.place.setAttribute("aria-label", `Removed protection scores, and their bound, for ${names.length} spaces`);
     view.refresh();
   };
 }
