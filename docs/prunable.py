@@ -1,5 +1,4 @@
-"""Writes docs/prunable.md: what can be removed from the models that the tests verify, what is left out,
-and why.
+"""Writes docs/prunable.md: what can be removed from the models that the tests verify, and what is left out.
 
 python docs/prunable.py
 """
@@ -31,15 +30,14 @@ from fairpruner.models.calling import describe  # noqa: E402
 
 INTRODUCTION = """# What can be pruned
 
-Every model below is cut in the tests: in float64 the cut model equals the masked one to 1e-8 (routed experts: 1e-6, some of their routers compute in float32), and its parameters and FLOPs are
-the predicted ones, to the last. The Hugging Face and timm models are built small from their configurations; widths differ in
-the full-size models, what can be removed does not. This page is written by `python docs/prunable.py`.
+The tests cut every model below. In float64, the cut model and the masked model give the same output to 1e-8 (with routed experts to 1e-6, because some of their routers compute in float32). Params and FLOPs equal the predicted ones exactly. The Hugging Face and timm models are small versions, built from their configurations. Full-size models have other widths, but the same parts can be removed. `python docs/prunable.py` writes this page.
 
-A *channel* is one output of a convolution with all that reads it, a *hidden* unit one neuron between two linear maps (in a gated
-MLP: gate, up and down together), a *head* one attention head with its rows of q, k and v and its columns of the output
-projection (with grouped keys: one key-value group with its query heads), an *expert* one routed expert with its row of the router. The embedding width of a transformer is one unit, since
-its norms mix all of it, and stays. Whatever the example input shows to be impossible is left out with its reason, never cut
-wrongly: `spaces.left_out` says it for your model.
+- A *channel* is one output of a convolution, with everything that reads it.
+- A *hidden* unit is one neuron between two linear maps; in a gated MLP, the same unit of gate, up and down together.
+- A *head* is one attention head, with its rows of q, k and v and its columns of the output projection; with grouped keys, one key-value group with its query heads.
+- An *expert* is one routed expert, with its row of the router.
+
+The embedding width of a transformer cannot be pruned: its norms mix all channels, so they can only be removed together. A part that cannot be removed on the example input is left out with the reason, and is never cut wrongly. `spaces.left_out` has the reasons for your model.
 """
 
 
