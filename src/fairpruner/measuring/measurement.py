@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 
-from fairpruner.measuring.table import render
+from fairpruner.measuring.table import measurement_tables
 from fairpruner.measuring.values import Quantity, Timing
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Measurement:
         return {"format": "fairpruner measurement", "version": 1, **asdict(self)}
 
     def __rich__(self) -> RenderableType:
-        return render(self.quantities, self.timings, self.setting, compared=self.compared)
+        return measurement_tables(self.quantities, self.timings, self.setting, compared=self.compared)
 
     def __repr__(self) -> str:
         if find_spec("rich") is None:

@@ -24,7 +24,7 @@ def _bytes(value: float) -> str:
 FORMATS: dict[str, Callable[[float], str]] = {"": lambda value: f"{value:,.0f}", "B": _bytes}
 
 
-def render(
+def measurement_tables(
     quantities: Sequence[Quantity], timings: Sequence[Timing], setting: Mapping[str, Any], *, compared: bool
 ) -> Group:
     """A table of counts and sizes, then a table of times; `compared` adds the columns of a second model."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from fairpruner.reporting.facts import ReportContent
 from fairpruner.reporting.page import write_page
-from fairpruner.reporting.table import render
+from fairpruner.reporting.table import report_tables
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -23,4 +23,4 @@ class Report(ReportContent):
         write_page(self, path)
 
     def __rich__(self) -> RenderableType:
-        return render(self)
+        return report_tables(self)

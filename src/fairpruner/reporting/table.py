@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Group, RenderableType
 
 
-def render(report: ReportContent) -> Group:
+def report_tables(report: ReportContent) -> Group:
     """Totals before and after, every space, what a search tried, the diagnosis, measured numbers, and spaces
     left out.
     """
