@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fairpruner.errors import FairprunerError
 from fairpruner.inputs.data_files import read_bytes
 from fairpruner.models.calling import call, evaluating
+from fairpruner.models.devices import device_of_model
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def perplexity(model: nn.Module, tokens: Tensor, *, length: int = 512, batch_siz
     windows = [window for window in tokens.split(length) if window.numel() > 1]
     if not windows:
         raise FairprunerError(f"The text has {tokens.numel()} tokens, expected at least 2.")
-    device = next((p.device for p in model.parameters()), tokens.device)
+    device = device_of_model(model)
     total, predicted = 0.0, 0
     with evaluating(model):
         whole = [w for w in windows if w.numel() == length]
@@ -71,10 +72,12 @@ def perplexity(model: nn.Module, tokens: Tensor, *, length: int = 512, batch_siz
         ]
         for batch in batches:  # [n, length]
             output = call(model, {"input_ids": batch.to(device)})
-            logits = getattr(output, "logits", output)[:, :-1].double()  # [n, length - 1, vocabulary]
+            logits = getattr(output, "logits", output)[:, :-1]  # [n, length - 1, vocabulary]
+            # float64 is slow on GPUs, and MPS has none.
+            logits = logits.double() if logits.device.type == "cpu" else logits.float()
             total += float(
                 nn.functional.cross_entropy(
-                    logits.flatten(0, 1), batch[:, 1:].flatten().to(device), reduction="sum"
+                    logits.flatten(0, 1), batch[:, 1:].flatten().to(logits.device), reduction="sum"
                 )
             )
             predicted += batch.shape[0] * (batch.shape[1] - 1)

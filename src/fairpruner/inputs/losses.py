@@ -13,6 +13,7 @@ from fairpruner.errors import FairprunerError
 from fairpruner.inputs.batches import Batch
 from fairpruner.inputs.tokens import IGNORED, targets_of
 from fairpruner.models.calling import describe, tensors_of
+from fairpruner.models.devices import device_of_example
 from fairpruner.models.precision import widened
 
 Loss = Callable[[Any, Any], Tensor]
@@ -102,9 +103,8 @@ def default_loss(output: Any, batch: Batch, task: Task | None = None) -> Tensor:
 def _called(loss: Loss, output: Any, batch: Batch) -> Any:
     """The caller's loss, its failure turned into one sentence that shows output and labels."""
     labels = batch.labels
-    device = next((tensor.device for tensor in tensors_of(output)), None)
-    if isinstance(labels, Tensor) and device is not None:
-        labels = labels.to(device)  # a model may be spread over several devices
+    if isinstance(labels, Tensor) and any(True for _ in tensors_of(output)):
+        labels = labels.to(device_of_example(output))  # a model may be spread over several devices
     try:
         return loss(output, labels)
     except FairprunerError:

@@ -16,10 +16,11 @@ from fairpruner.measuring.measurement import Measurement
 from fairpruner.measuring.memory import peak_gpu, peak_resident
 from fairpruner.measuring.profiling import latency_table
 from fairpruner.measuring.runtimes import RUNTIMES, check_runtime, prepared
-from fairpruner.measuring.timing import Inference, batched, device_of, interleaved, machine, threads_of
+from fairpruner.measuring.timing import Inference, batched, interleaved, machine, threads_of
 from fairpruner.measuring.values import Quantity, Spread, Timing
 from fairpruner.models.calling import call_checked, evaluating
 from fairpruner.models.counting import count_flops, count_params
+from fairpruner.models.devices import device_of_example
 
 __all__ = ["RUNTIMES", "Measurement", "Quantity", "Spread", "Timing", "latency_table", "measure"]
 
@@ -109,7 +110,7 @@ def _counts(models: Sequence[nn.Module], sample: Any) -> Iterator[Quantity]:
     yield Quantity.of("params", "", map(count_params, models))
     yield Quantity.of("flops", "", (count_flops(model, sample) for model in models))
     yield Quantity.of("bytes", "B", map(stored_bytes, models))
-    if device_of(sample).type == "cuda":
+    if device_of_example(sample).type == "cuda":
         yield Quantity.of("peak GPU memory", "B", (peak_gpu(model, sample) for model in models))
 
 

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from fairpruner.core.arrays import Floats
-from fairpruner.measuring.timing import WARM_UP, Clock, device_of, finish
+from fairpruner.measuring.timing import WARM_UP, Clock
+from fairpruner.models.devices import wait_for_model
 
 TOKENS = 8  # generated in each repeat
 
@@ -40,14 +41,13 @@ def prefill_and_decode(
 
 
 def _once(model: Any, tokens: dict[str, torch.Tensor], clock: Clock) -> tuple[float, float]:
-    device = device_of(tokens)
     start = clock()
     output = model(**tokens, use_cache=True)
-    finish(device)
+    wait_for_model(model)
     read = clock()
     mask = tokens.get("attention_mask")
     for _ in range(TOKENS):
-        chosen = output.logits[:, -1:].argmax(-1)  # [N, 1]
+        chosen = output.logits[:, -1:].argmax(-1).to(tokens["input_ids"].device)  # [N, 1]
         mask = None if mask is None else torch.cat([mask, torch.ones_like(chosen)], dim=1)
         output = model(
             input_ids=chosen,
@@ -55,5 +55,5 @@ def _once(model: Any, tokens: dict[str, torch.Tensor], clock: Clock) -> tuple[fl
             use_cache=True,
             **({} if mask is None else {"attention_mask": mask}),
         )
-    finish(device)
+    wait_for_model(model)
     return 1000 * (read - start), 1000 * (clock() - read) / TOKENS

@@ -16,8 +16,8 @@ from torch import nn
 from fairpruner.errors import FairprunerError
 from fairpruner.measuring.generation import generates
 from fairpruner.measuring.runtimes import exported
-from fairpruner.measuring.timing import device_of
 from fairpruner.models.calling import call_directly, copied, tensors_of
+from fairpruner.models.devices import device_of_example
 
 
 class _Tensors(nn.Module):
@@ -77,7 +77,7 @@ def peak_resident(model: nn.Module, example: Any, threads: int) -> dict[str, int
 
 def peak_gpu(model: nn.Module, example: Any) -> int:
     """The most bytes that torch allocated on the example's GPU, weights included."""
-    device, own = device_of(example), copied(example)
+    device, own = device_of_example(example), copied(example)
     torch.cuda.reset_peak_memory_stats(device)
     with torch.no_grad():
         call_directly(model, own)

@@ -23,8 +23,9 @@ from fairpruner.discovery import operation_costs
 from fairpruner.errors import FairprunerError, check_whole_number
 from fairpruner.measuring.fitting import fit_operations
 from fairpruner.measuring.runtimes import check_runtime, prepared
-from fairpruner.measuring.timing import batched, device_of, finish, machine, settle_memory, threads_of, timed
+from fairpruner.measuring.timing import batched, machine, settle_memory, threads_of, timed
 from fairpruner.models.calling import call_checked, call_directly, evaluating
+from fairpruner.models.devices import wait_for_model
 from fairpruner.models.fingerprint import check_same_model
 from fairpruner.models.narrowing import cut_units
 
@@ -135,24 +136,23 @@ def _removed(spaces: Spaces, orders: Sequence[Ints], depths: Ints) -> dict[str, 
 class _Marks(TorchDispatchMode):
     """Records when each operation that multiplies and adds begins."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.device, self.begun = device, list[float]()
+        self.model, self.begun = model, list[float]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._overloadpacket in flop_registry:
-            finish(self.device)
+            wait_for_model(self.model)
             self.begun.append(time.perf_counter())
         return func(*args, **(kwargs or {}))
 
 
 def _profiled(model: nn.Module, example: Any) -> Floats:
     """Milliseconds from each operation to the next, [O]; the time before the first one counts to it."""
-    device = device_of(example)
     start = time.perf_counter()
-    with _Marks(device) as marks:
+    with _Marks(model) as marks:
         call_directly(model, example)
-    finish(device)
+    wait_for_model(model)
     return 1000 * np.diff([start, *marks.begun[1:], time.perf_counter()])
 
 

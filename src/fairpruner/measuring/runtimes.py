@@ -11,18 +11,19 @@ import torch
 from torch import nn
 
 from fairpruner.errors import FairprunerError, unknown
-from fairpruner.measuring.timing import Inference, device_of, finish
+from fairpruner.measuring.timing import Inference
 from fairpruner.models.calling import call_directly, copied, tensors_of
+from fairpruner.models.devices import wait_for_model
 
 Prepare = Callable[[nn.Module, Any, int], Inference]  # (model in eval mode, example, threads)
 
 
 def _eager(model: nn.Module, example: Any, threads: int) -> Inference:
-    device, own = device_of(example), copied(example)
+    own = copied(example)
 
     def run() -> Any:
         output = call_directly(model, own)
-        finish(device)
+        wait_for_model(model)
         return output
 
     return run

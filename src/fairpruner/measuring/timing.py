@@ -17,7 +17,6 @@ import torch
 
 from fairpruner.core.arrays import Floats
 from fairpruner.errors import check_whole_number
-from fairpruner.models.calling import tensors_of
 
 Inference = Callable[[], Any]  # one forward pass, without arguments
 Clock = Callable[[], float]  # the current time in seconds
@@ -73,14 +72,6 @@ def threads_of(count: int | None) -> Iterator[int]:
         torch.set_num_threads(before)
 
 
-def finish(device: torch.device) -> None:
-    """Wait until a device has computed everything: calls on a GPU return earlier."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
-
-
 def machine() -> str:
     """The name of the processor, or its architecture where the system does not name it."""
     try:
@@ -88,11 +79,6 @@ def machine() -> str:
             return next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
-
-
-def device_of(example: Any) -> torch.device:
-    """The device of the first tensor of an example."""
-    return next((tensor.device for tensor in tensors_of(example)), torch.device("cpu"))
 
 
 def batched(example: Any, size: int) -> Any:

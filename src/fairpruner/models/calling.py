@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
+from itertools import chain
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -141,7 +142,7 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
     counting and signals.
     """
     fastpath = torch.backends.mha.get_fastpath_enabled()
-    with random_state_kept(tensor.device for tensor in (*model.parameters(), *model.buffers())):
+    with random_state_kept(tensor.device for tensor in chain(model.parameters(), model.buffers())):
         try:
             torch.backends.mha.set_fastpath_enabled(False)
             model.train()  # in train mode modules drop tensors that they derived from their weights

@@ -1,11 +1,14 @@
-"""The device of a model."""
+"""Where models and examples lie."""
 
 from __future__ import annotations
 
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
+
+from fairpruner.models.calling import tensors_of
 
 
 def device_of_model(model: nn.Module) -> torch.device:
@@ -15,3 +18,26 @@ def device_of_model(model: nn.Module) -> torch.device:
     device(type='cpu')
     """
     return next(chain(model.parameters(), model.buffers()), torch.empty(0)).device
+
+
+def devices_of_model(model: nn.Module) -> tuple[torch.device, ...]:
+    """All devices that a model is spread over, that of its inputs first.
+
+    >>> devices_of_model(nn.Linear(3, 2))
+    (device(type='cpu'),)
+    """
+    return tuple(dict.fromkeys(tensor.device for tensor in chain(model.parameters(), model.buffers())))
+
+
+def device_of_example(example: Any) -> torch.device:
+    """Where the first tensor of an example or of an output lies; the CPU if there is none."""
+    return next((tensor.device for tensor in tensors_of(example)), torch.device("cpu"))
+
+
+def wait_for_model(model: nn.Module) -> None:
+    """Wait until the model's devices have computed all that was asked of them: a GPU answers before."""
+    for device in devices_of_model(model):
+        if device.type == "mps":
+            torch.mps.synchronize()  # there is one such device, which takes no number
+        elif device.type not in ("cpu", "meta"):
+            torch.get_device_module(device).synchronize(device)

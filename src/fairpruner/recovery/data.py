@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterable, Iterator, Sized
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -41,18 +40,6 @@ def reseed(device: torch.device, *numbers: int) -> None:
 
 def _mixed(*numbers: int) -> int:
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
-
-
-@contextmanager
-def restored_random_state(device: torch.device) -> Iterator[None]:
-    """After the block, the random states of torch, numpy and Python are as before."""
-    python, array = random.getstate(), np.random.get_state()  # noqa: NPY002
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(array)  # noqa: NPY002
 
 
 def shard(data: Iterable[Any], rank: int, processes: int, *, even: bool) -> Iterable[Any]:

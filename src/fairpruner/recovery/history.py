@@ -56,7 +56,7 @@ class Tally:
             and not labels.is_floating_point()
         ):
             self.classified += batch.size
-            self.correct += int((logits.argmax(1) == labels).sum())
+            self.correct += int((logits.argmax(1) == labels.to(logits.device)).sum())
 
     @property
     def mean_loss(self) -> float:

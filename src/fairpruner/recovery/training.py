@@ -20,7 +20,9 @@ from fairpruner.core.sealed import Json
 from fairpruner.errors import FairprunerError, check_whole_number, import_extra
 from fairpruner.inputs.batches import Batch, check_rereadable, forward
 from fairpruner.inputs.losses import mean_loss
+from fairpruner.models.devices import device_of_model, devices_of_model
 from fairpruner.models.narrowing import copy_with
+from fairpruner.models.randomness import random_state_kept
 from fairpruner.recovery.averaging import ema_of
 from fairpruner.recovery.checkpoints import (
     FILE,
@@ -37,7 +39,6 @@ from fairpruner.recovery.data import (
     COMPUTING,
     epoch_batches,
     reseed,
-    restored_random_state,
     shard,
     steps_of,
 )
@@ -92,7 +93,7 @@ def recover(
     training.resume()
     quiet = not training.accelerator.is_main_process
     with (
-        restored_random_state(training.accelerator.device),
+        random_state_kept(devices_of_model(training.net)),
         noticing_interrupts() as stop,
         training_bar(epochs, training.steps, quiet=quiet) as show,
     ):
@@ -126,6 +127,10 @@ def _accelerator() -> Accelerator:
     return accelerator
 
 
+def _is_spread(model: nn.Module) -> bool:
+    return len(devices_of_model(model)) > 1
+
+
 class _Training:
     """The state of one training run."""
 
@@ -139,13 +144,16 @@ class _Training:
         folder: Path | None,
     ) -> None:
         self.accelerator, self.recipe, self.epochs, self.folder = accelerator, recipe, epochs, folder
-        self.teacher = copy.deepcopy(teacher).to(accelerator.device).eval() if teacher is not None else None
-        self.net = copy.deepcopy(small).to(accelerator.device)
+        self.teacher = None if teacher is None else self._placed(copy.deepcopy(teacher)).eval()
+        self.net = self._placed(copy.deepcopy(small))
+        self.device = device_of_model(self.net)
         self.average = ema_of(self.net, recipe.ema) if recipe.ema else None
         optimizer = recipe.make_optimizer(self.net)
         self.rates = [group["lr"] for group in optimizer.param_groups]
         # self.model is self.net, wrapped as the launch requires.
-        self.model, self.optimizer = accelerator.prepare(self.net, optimizer)
+        self.model, self.optimizer = accelerator.prepare(
+            self.net, optimizer, device_placement=[not _is_spread(self.net)] * 2
+        )
         self.settings: Json = {
             **identity(small),
             **recipe.settings(),
@@ -162,6 +170,17 @@ class _Training:
         self.history: list[Epoch] = []
         self.best: dict[str, Tensor] = {}
         self.best_epoch: Epoch | None = None
+
+    def _placed(self, model: nn.Module) -> nn.Module:
+        """The model on the device of this process; one spread over several devices stays where it lies."""
+        if not _is_spread(model):
+            return model.to(self.accelerator.device)
+        if self.accelerator.num_processes > 1:
+            raise FairprunerError(
+                f"{type(model).__name__} is spread over {len(devices_of_model(model))} devices, and"
+                f" {self.accelerator.num_processes} processes were launched: recover it in one process."
+            )
+        return model
 
     def set_data(self, train: Iterable[Any], validation: Iterable[Any] | None) -> None:
         """Select the batches of this process."""
@@ -185,9 +204,7 @@ class _Training:
     def _train_epoch(self, stop: Event, show: ShowProgress) -> None:
         """Train on the remaining batches of the current epoch."""
         try:
-            for batch in epoch_batches(
-                self.train, self.accelerator.device, self.recipe.seed, self.epoch, self.position
-            ):
+            for batch in epoch_batches(self.train, self.device, self.recipe.seed, self.epoch, self.position):
                 self._step(batch)
                 show(self.epoch, self.position, self.tally)
                 if self.unsaved >= self.recipe.checkpoint_every:
@@ -207,7 +224,7 @@ class _Training:
     def _step(self, batch: Batch) -> None:
         start = perf_counter()
         reseed(
-            self.accelerator.device,
+            self.device,
             self.recipe.seed,
             self.epoch,
             self.position,
@@ -280,7 +297,7 @@ class _Training:
         tally = Tally()
         model.train().eval()  # train() makes modules drop tensors that they derived from old weights
         with torch.no_grad(), self.accelerator.autocast():
-            for batch in epoch_batches(data, self.accelerator.device, self.recipe.seed, self.epoch, 0):
+            for batch in epoch_batches(data, self.device, self.recipe.seed, self.epoch, 0):
                 output = forward(model, batch)
                 tally.add(float(mean_loss(self.recipe.loss, output, batch)), output, batch)
         return tally

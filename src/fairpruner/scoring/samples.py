@@ -157,12 +157,13 @@ def gate_terms(
         if read.expert:
             expert_terms.setdefault(read, []).append(term)
         else:
-            terms[read.space.name] = terms[read.space.name] + term if read.space.name in terms else term
+            before = terms.get(read.space.name)
+            terms[read.space.name] = term if before is None else before.to(term.device) + term
     for read, rows in expert_terms.items():
         term = torch.cat(rows)
         sample, _ = _places(read, outputs, batch, len(term))
-        before = terms.get(read.space.name, term.new_zeros(batch.size, term.shape[1]))
-        terms[read.space.name] = before.index_add(0, sample, term)
+        sums = terms.get(read.space.name, term.new_zeros(batch.size, term.shape[1]))
+        terms[read.space.name] = sums.to(term.device).index_add(0, sample, term)
     return terms
 
 

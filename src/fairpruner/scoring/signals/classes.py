@@ -43,7 +43,7 @@ def group_classes(batches: Iterable[tuple[Tensor, Tensor]], groups: int, seed: i
     sums: dict[int, Floats] = {}
     counts: dict[int, int] = {}
     for features, labels in batches:
-        values, present = features.double().cpu().numpy(), labels.cpu().numpy()
+        values, present = features.cpu().double().numpy(), labels.cpu().numpy()
         found, inverse = np.unique(present, return_inverse=True)
         totals = np.zeros((len(found), values.shape[1]))
         np.add.at(totals, inverse, values)

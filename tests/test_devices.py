@@ -1,0 +1,124 @@
+"""Every stage on devices that this machine does not have: one, two, and one without float64.
+
+`pretend_device` refuses what a GPU refuses. What is computed is computed on the CPU, so that the results of
+a model on pretended devices must be those of the same model on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pretend_device import devices, spread
+from torch import Tensor, nn
+
+import fairpruner as fp
+
+CLASSES = 3
+REMOVAL = ("wasserstein", "wasserstein_pooled", "activation", "reconstruction", "l1", "l2", "fpgm", "random")
+PROTECTION = ("taylor", "taylor2", "deletion")
+METHODS = ("mean", "least_squares", "sequential", "batchnorm")
+ONE, TWO = {"": "pretend:0"}, {"": "pretend:0", "body": "pretend:1", "head": "pretend:1"}
+
+
+class Net(nn.Module):
+    """A residual block, a stage and a head: spaces that lie on one device, and one that crosses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+        self.conv1, self.bn1 = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.conv2 = nn.Conv2d(8, 8, 3, padding=1)
+        self.body = nn.Sequential(nn.Conv2d(8, 6, 3), nn.ReLU())
+        self.head = nn.Linear(6, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        x = x + self.conv2(self.bn1(self.conv1(x)).relu())
+        return self.head(self.body(x).mean((2, 3)))
+
+
+def net(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(1)
+    return Net().to(dtype).eval()
+
+
+def data(dtype: torch.dtype = torch.float32) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(2)
+    images = torch.randn(2, 12, 3, 8, 8, generator=generator).to(dtype)
+    return [(batch, torch.arange(12) % CLASSES) for batch in images]
+
+
+Placed = tuple[nn.Module, Tensor, list[tuple[Tensor, Tensor]]]  # model, example, data on the CPU
+
+
+def placed(places: dict[str, str], dtype: torch.dtype) -> Placed:
+    model = spread(net(dtype), places)
+    batches = data(dtype)
+    return model, batches[0][0][:2].to(next(model.parameters()).device), batches
+
+
+@pytest.fixture(
+    params=[
+        pytest.param((ONE, torch.float32, True), id="one"),
+        pytest.param((TWO, torch.float32, True), id="two"),
+        pytest.param((ONE, torch.float32, False), id="without float64"),
+        pytest.param((ONE, torch.bfloat16, True), id="bf16"),
+        pytest.param((TWO, torch.float16, True), id="fp16 on two"),
+    ]
+)
+def on_devices(request: pytest.FixtureRequest) -> Iterator[tuple[Placed, torch.dtype]]:
+    places, dtype, float64 = request.param
+    with devices(float64=float64):
+        yield placed(places, dtype), dtype
+
+
+def near(dtype: torch.dtype) -> float:
+    return 1e-4 if dtype == torch.float32 else 2e-2
+
+
+def test_every_signal_scores_as_on_the_cpu(on_devices: tuple[Placed, torch.dtype]) -> None:
+    (model, example, batches), dtype = on_devices
+    before = {name: tensor.device for name, tensor in model.state_dict().items()}
+    spaces = fp.discover(model, example)
+    asked: dict[str, Any] = {"removal": REMOVAL, "protection": PROTECTION}
+    found = fp.score(model, batches, spaces=spaces, **asked)
+    plain = net(dtype)
+    expected = fp.score(plain, batches, spaces=fp.discover(plain, batches[0][0][:2]), **asked)
+    assert spaces.names == expected.spaces.names
+    assert spaces.left_out == expected.spaces.left_out
+    for ours, theirs in ((found.removals, expected.removals), (found.protections, expected.protections)):
+        for signal in theirs:
+            for name in spaces.names:
+                scale = abs(theirs[signal][name]).max()
+                difference = abs(ours[signal][name] - theirs[signal][name]).max()
+                assert difference <= near(dtype) * scale, (signal, name)
+    assert {name: tensor.device for name, tensor in model.state_dict().items()} == before
+    fp.score(model, batches, spaces=spaces, groups=2)
+
+
+def test_every_stage_after_scoring(on_devices: tuple[Placed, torch.dtype], tmp_path: Path) -> None:
+    (model, example, batches), dtype = on_devices
+    places = {name: tensor.device for name, tensor in model.state_dict().items()}
+    spaces = fp.discover(model, example)
+    plan = fp.Plan.removing(spaces, {space.name: (0, 2) for space in spaces})
+    small, masked = fp.cut(model, plan), fp.mask(model, plan)
+    with torch.no_grad():
+        ours, theirs = small(example), masked(example)
+    assert float((ours - theirs).abs().max()) <= near(dtype) * float(theirs.abs().max())
+    assert plan.predicted["flops"] == fp.count_flops(small, example)
+    for method in METHODS:
+        repaired = fp.repair(small, model, plan, batches, method=method)
+        assert {name: tensor.device for name, tensor in repaired.state_dict().items()} == places
+    recovered = fp.recover(small, batches, epochs=1, validation=batches)
+    assert {name: tensor.device for name, tensor in recovered.state_dict().items()} == places
+    found = fp.measure(small, example, against=model, batch_sizes=[1], repeats=1, memory=False)
+    assert found.quantities[0].model == plan.predicted["params"]
+    assert len(fp.latency_table(model, example, spaces, repeats=1).ops) == 5
+    fp.save(small, plan, tmp_path / "folder")
+    loaded = fp.load(tmp_path / "folder", build=lambda: net(dtype))
+    for name, tensor in small.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor.cpu()), name
