@@ -25,6 +25,7 @@ from fairpruner.core.latency import LatencyTable
 from fairpruner.core.spaces import KINDS
 from fairpruner.errors import FairprunerError, FairprunerWarning
 from fairpruner.inputs.sources import PRETRAINED, is_zoo, load_model
+from fairpruner.models.devices import device_of_process
 from fairpruner.terminal import Printable
 
 
@@ -218,7 +219,7 @@ def trained(source: str, weights: str | None, device: str = "cpu") -> nn.Module:
         )
     net = load_model(source, weights)
     try:
-        return net.to(device)
+        return net.to(device_of_process(device))
     except (RuntimeError, AssertionError) as error:  # the exceptions of torch for a missing device
         raise FairprunerError(f"The model cannot be put on the device {device!r}: {error}") from error
 

@@ -48,6 +48,7 @@ from fairpruner.inputs.datasets import example_of
 from fairpruner.inputs.hugging_face import is_causal
 from fairpruner.inputs.sources import example_for, load_model, resolve
 from fairpruner.inputs.text import is_rows
+from fairpruner.models.devices import device_of_model
 from fairpruner.terminal import Printable
 
 
@@ -148,7 +149,7 @@ def score(
     batches = reading.read(model, net, data)
     spaces = fp.discover(
         net,
-        example_of(batches, torch.device(device), net),
+        example_of(batches, device_of_model(net), net),
         kinds=parse_names(kinds) if kinds else None,
         skip=skip or (),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from itertools import chain
 from typing import Any
 
@@ -32,6 +33,21 @@ def devices_of_model(model: nn.Module) -> tuple[torch.device, ...]:
 def device_of_example(example: Any) -> torch.device:
     """Where the first tensor of an example or of an output lies; the CPU if there is none."""
     return next((tensor.device for tensor in tensors_of(example)), torch.device("cpu"))
+
+
+def device_of_process(device: str) -> torch.device:
+    """The device that this process of a job uses: "cuda" is the GPU with the number LOCAL_RANK.
+
+    `torchrun` and `accelerate launch` set LOCAL_RANK. A device with a number, and the CPU, stay as they are.
+
+    >>> device_of_process("cpu")
+    device(type='cpu')
+    """
+    asked = torch.device(device)
+    rank = os.environ.get("LOCAL_RANK", "")
+    if asked.type in ("cpu", "mps", "meta") or asked.index is not None or not rank.isdecimal():
+        return asked
+    return torch.device(asked.type, int(rank))
 
 
 def wait_for_model(model: nn.Module) -> None:

@@ -4,6 +4,7 @@ joined.
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -28,18 +29,20 @@ class Processes:
     size: int = 1
 
     @staticmethod
-    def current() -> Processes:
-        """The job this process belongs to; one that a launcher has started but not yet connected is
-        connected now.
+    def current(device: torch.device) -> Processes:
+        """The job this process belongs to, whose model takes its inputs on `device`.
+
+        If a launcher started the processes and nothing has connected them, they are connected now, and
+        disconnected when the program ends.
         """
         if not dist.is_available():
             return Processes()
-        if (
-            not dist.is_initialized()
-            and int(os.environ.get("WORLD_SIZE", "1")) > 1
-            and "MASTER_ADDR" in os.environ
-        ):
-            dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        launched = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "MASTER_ADDR" in os.environ
+        if launched and not dist.is_initialized():
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # nccl sends objects by way of the current device
+            dist.init_process_group(backend_of(device))
+            atexit.register(_disconnect)
         return Processes(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Processes()
 
     def share(self, items: Iterable[Item]) -> Iterator[Item]:
@@ -59,19 +62,40 @@ class Processes:
         """Everybody's tensor, all of one shape, in the order of ranks."""
         if self.size == 1:
             return [tensor]
-        tensors = [torch.empty_like(tensor) for _ in range(self.size)]
+        sent = tensor.contiguous().to(_sending_device())
+        tensors = [torch.empty_like(sent) for _ in range(self.size)]
         with _together():
-            dist.all_gather(tensors, tensor.contiguous())
-        return tensors
+            dist.all_gather(tensors, sent)
+        return [received.to(tensor.device) for received in tensors]
 
     def summed(self, tensor: Tensor) -> Tensor:
         """The sum of everybody's tensor, the same on every process."""
         if self.size == 1:
             return tensor
-        total = tensor.clone()
+        total = tensor.to(_sending_device(), copy=True)
         with _together():
             dist.all_reduce(total)
-        return total
+        return total.to(tensor.device)
+
+
+def backend_of(device: torch.device) -> str:
+    """The backend of torch.distributed for models on a device: nccl for CUDA, gloo for all others.
+
+    >>> backend_of(torch.device("cuda:1")), backend_of(torch.device("cpu"))
+    ('nccl', 'gloo')
+    """
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def _sending_device() -> torch.device:
+    """Where tensors must lie to be sent: gloo takes those of the CPU, nccl those of the process's GPU."""
+    nccl = dist.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+
+
+def _disconnect() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @contextmanager

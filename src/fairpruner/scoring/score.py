@@ -117,7 +117,8 @@ def _run(
     """One pass over the data: the spaces scored, the result of every signal, the number of samples, and what
     was differentiated.
     """
-    device, processes = device_of_model(model), Processes.current()
+    device = device_of_model(model)
+    processes = Processes.current(device)
     grouping = None if groups is None else _group(model, data, device, groups=groups, seed=seed)
     batches = read_batches(data, device, model)
     first = next(batches, None)
