@@ -100,6 +100,7 @@ def mean_with(kept: Tensor, removed: Tensor, near: Tensor) -> Tensor:
     """Tensors of the kept experts [K, …], each averaged with those of the removed [R, …] that are nearest
     to it: K means.
     """
+    near = near.to(kept.device)
     together = 1 + torch.bincount(near, minlength=len(kept))  # [K]
     parts = (removed - kept[near]) / together[near].to(kept).view(-1, *[1] * (kept.ndim - 1))
     return kept.index_add(0, near, parts)
