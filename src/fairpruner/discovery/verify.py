@@ -25,6 +25,7 @@ from fairpruner.discovery.failing import first_line, raise_if_out_of_memory
 from fairpruner.discovery.lively import lively_weights
 from fairpruner.discovery.watching import Visits, first_difference, watching_modules
 from fairpruner.models.calling import call, in_eval_mode, output_tensors
+from fairpruner.models.devices import device_of_model, has_float64
 from fairpruner.models.narrowing import copy_with, cut_units, mask_units
 
 # A right cut differs by rounding alone. float32 is fast and decides nearly always; where it does not,
@@ -140,6 +141,8 @@ class Check:
         self._examples = examples
         self._model = model
         self._lively = cache(partial(lively_weights, model))
+        # Where mask and cut differ in this type, they differ.
+        self._decisive = torch.float64 if has_float64(device_of_model(model)) else torch.float32
         self._runs = cache(self._whole_model_runs)
 
     def failure(self, spaces: Sequence[UnitSpace]) -> Failure | None:
@@ -155,6 +158,8 @@ class Check:
     def disagreement(self, spaces: Sequence[UnitSpace], removed: Removed, position: int) -> Failure | None:
         failure = None
         for dtype, tolerance in PRECISIONS:
+            if dtype is torch.float64 and self._decisive is not torch.float64:
+                continue
             weights, inputs = self._lively(dtype), _cast(self._examples[position], dtype)
             visits = Visits()
             try:
@@ -172,7 +177,7 @@ class Check:
             if not reason:
                 return None
             failure = Failure(reason, first_difference(other, visits, 10 * tolerance))
-            if dtype is torch.float64:
+            if dtype is self._decisive:
                 break
         return failure
 

@@ -50,6 +50,19 @@ def device_of_process(device: str) -> torch.device:
     return torch.device(asked.type, int(rank))
 
 
+def has_float64(device: torch.device) -> bool:
+    """Whether a device computes in float64; MPS does not.
+
+    >>> has_float64(torch.device("cpu"))
+    True
+    """
+    try:
+        torch.zeros(1, dtype=torch.float64, device=device)
+    except (TypeError, RuntimeError):
+        return False
+    return True
+
+
 def wait_for_model(model: nn.Module) -> None:
     """Wait until the model's devices have computed all that was asked of them: a GPU answers before."""
     for device in devices_of_model(model):
