@@ -166,6 +166,8 @@ def test_the_nearest_to_the_original_is_kept(digits: Any, tmp_path: Path) -> Non
     assert len(chosen) == 1
     assert chosen[0].distance == min(trial.distance for trial in full)
     assert chosen[0].rule == plan.rule
+    assert [trial.repair for trial in full].count("sequential+tune") == 1
+    assert len({trial.distance for trial in full}) == len(full)
     assert len({(trial.removal, trial.rule, trial.spaces) for trial in plan.tried}) > 6
     assert all(trial.kept == pytest.approx(0.4, abs=0.05) for trial in plan.tried)
     # What a search finds beats the paper's method, repaired or not, on samples that nothing has seen.

@@ -159,9 +159,11 @@ class _Bench:
     def tuned(self, one: _Repaired, epochs: int) -> _Repaired:
         """The same after so many epochs of gradient steps."""
         announce(f"search: {epochs} epochs of gradient steps for {one.candidate.name}")
-        small = copy.deepcopy(one.small)
-        with torch.inference_mode(False), evaluating(self.model), evaluating(small):
+        small = copy.deepcopy(one.small).eval()  # not `evaluating`, which would undo the steps
+        with torch.inference_mode(False), evaluating(self.model):
             notes = tune(small, self.model, lambda: read_batches(self.fitting, self.device), epochs=epochs)
+        for before, module in zip(one.small.modules(), small.modules(), strict=True):
+            module.training = before.training
         if all(note.outcome == "skipped" for note in notes):
             return one
         return self._judged(one.candidate, small, f"{one.method}+tune", (*one.notes, *notes), self.fitting)
