@@ -1,13 +1,12 @@
-"""Accuracy of pruned CIFAR-10 ResNets without any training: each removal signal and rule, plain and
-repaired.
+"""Accuracy of pruned CIFAR-10 ResNets without training, for each removal signal and rule, plain and repaired.
 
-python benchmarks/cifar_resnet56.py                 # what benchmarks/results/cifar_resnet56.json does not
-hold yet python benchmarks/cifar_resnet56.py --again         # all of it, about an hour on one core python
-benchmarks/cifar_resnet56.py --table         # only put the tables into docs/repair.md
+    python benchmarks/cifar_resnet56.py             # measures what the results do not contain yet
+    python benchmarks/cifar_resnet56.py --again     # measures everything again, about an hour on one core
+    python benchmarks/cifar_resnet56.py --table     # only writes the tables of docs/repair.md
 
 Real weights and images (--shared), 2,000 calibration images of the training set, all 10,000 test images,
-one thread. Inner channels only: the residual stream keeps its width. Times are CPU time, as multiples of
-one forward pass of the original over the calibration images.
+one thread. Only the channels inside blocks are pruned; the residual stream keeps its width. Times are CPU
+times, as multiples of one forward pass of the original over the calibration images.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What scoring DeiT-S costs, as a ratio to a plain forward and backward over the same images and batches.
+"""The cost of scoring DeiT-S, as a multiple of a plain forward and backward pass over the same images.
 
-    python benchmarks/deit.py --shared ../shared      # about 6 minutes on two calm cores
+    python benchmarks/deit.py --shared ../shared      # about 6 minutes on two idle cores
 
-timm's deit_small_patch16_224 at 224 px, 256 images of the ImageNet sample with a class of 8 each, heads
-and hidden units, Wasserstein (32 projections) and Taylor signals. What the weights are makes no
-difference to the time, so they are random. Prints the ratio, by the clock and in CPU time (which other
-work on the machine hardly changes), and writes benchmarks/results/deit.json.
+timm's deit_small_patch16_224 at 224 px, 256 images of the ImageNet sample in 8 classes, heads and hidden
+units, Wasserstein (32 projections) and Taylor signals. The weights are random, which does not change the
+time. Prints the ratio of wall times and of CPU times (other work on the machine hardly changes the latter),
+and writes benchmarks/results/deit.json.
 """
 
 from __future__ import annotations

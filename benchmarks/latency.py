@@ -1,16 +1,17 @@
-"""Milliseconds: the paper's latency table for ResNet-50, and predicted against measured latency of three
-models.
+"""The paper's latency table for ResNet-50, and the predicted and measured latency of three models.
 
-python benchmarks/latency.py --score                       calibration pass over 64 images, once; no
-timing python benchmarks/latency.py --time resnet50               each about 4 minutes on two cores python
-benchmarks/latency.py --time resnet50 --channels-last python benchmarks/latency.py --time mobilenet_v2
-python benchmarks/latency.py --time deit_small python benchmarks/latency.py --table
-the tables of docs/measure.md
+    python benchmarks/latency.py --score                            # one calibration pass over 64 images
+    python benchmarks/latency.py --time resnet50                    # each about 4 minutes on two cores
+    python benchmarks/latency.py --time resnet50 --channels-last
+    python benchmarks/latency.py --time mobilenet_v2
+    python benchmarks/latency.py --time deit_small
+    python benchmarks/latency.py --table                            # the tables of docs/measure.md
 
-ResNet-50 has real weights and is cut to the paper's 47.2 % of its FLOPs, with widths as they come and in
-multiples that its latency table prefers; the two and the original run in turn. The others have random
-weights, which cost as much time. All are cut to several budgets of latency too, in one run with the
-measurement of their table. Threads are bound to their cores. Writes benchmarks/results/latency.json.
+ResNet-50 has real weights and is cut to the paper's 47.2 % of its FLOPs: once with any widths, and once
+with the multiples that its latency table prefers. These two models and the original run in turn. The other
+models have random weights, which do not change the time. All models are also cut to several latency
+budgets, in the same run as the measurement of their table. Threads are bound to their cores. Writes
+benchmarks/results/latency.json.
 """
 
 from __future__ import annotations

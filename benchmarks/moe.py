@@ -1,19 +1,21 @@
-"""The paper's experiment on routed experts: what is left of a language model without half, three quarters
-or five sixths of them.
+"""The paper's experiment on routed experts: language models without half, 3/4 or 5/6 of their experts.
 
-pip install "fairpruner[hf,lm_eval,energy]" python benchmarks/moe.py --shared ../shared --limit 20
-# the trained tiny Qwen2-MoE: over an hour on two cores python benchmarks/moe.py --shared ../shared --only
-repair        # one part of: table, repair, costs, tasks python benchmarks/moe.py --table
-# only put the tables into docs/moe.md python benchmarks/moe.py --shared ../shared --model
-Qwen/Qwen1.5-MoE-A2.7B-Chat --tasks wic,mmlu_pro --device cuda
+    pip install "fairpruner[hf,lm_eval,energy]"
+    python benchmarks/moe.py --shared ../shared --limit 20       # the tiny Qwen2-MoE, over an hour
+    python benchmarks/moe.py --shared ../shared --only repair    # one part of: table, repair, costs, tasks
+    python benchmarks/moe.py --table                             # only writes the tables of docs/moe.md
+    python benchmarks/moe.py --shared ../shared --model Qwen/Qwen1.5-MoE-A2.7B-Chat --tasks wic,mmlu_pro
 
-*table*: perplexity for every signal and rule, without any training, mean and spread over draws of
-calibration tokens: equally many from each of the text's 10 domains, and as the text comes. *repair*: what
-each step of a repair without training adds, at half of the experts. *costs*: bytes, memory, prefill and
-decode latency, energy. *tasks*: the paper's tables, accuracy and parse rate of its two tasks, calibrated
-on their other split; `--tasks` asks for this part alone. Perplexity is over the first 24,576 validation
-tokens in windows of 128, the length the tiny model was trained on; another model's tokenizer reads the
-same text. Writes benchmarks/results/moe.json; parts that were not asked for stay as they are.
+*table*: perplexity for every signal and rule, without training; mean and standard deviation over draws of
+calibration tokens, once with equally many tokens from each of the text's 10 domains, and once as the text
+comes.
+*repair*: what each step of a repair without training adds, with half of the experts removed.
+*costs*: bytes, memory, prefill and decode latency, energy.
+*tasks*: the paper's tables: accuracy and parse rate of its two tasks, calibrated on their other split;
+`--tasks` runs only this part.
+Perplexity is over the first 24,576 validation tokens, in windows of 128, the length that the tiny model was
+trained on; the tokenizer of another model reads the same text. Writes benchmarks/results/moe.json; other
+parts of that file stay as they are.
 """
 
 from __future__ import annotations

@@ -1,18 +1,17 @@
-"""Signals for routed experts on a trained tiny Qwen2-MoE: what scoring costs, and how many calibration
-tokens its ranks need.
+"""Signals for routed experts on a tiny Qwen2-MoE: their cost, and how many calibration tokens they need.
 
-pip install transformers python benchmarks/routing.py --shared ../shared --tokens 0          # the cost,
-about a minute python benchmarks/routing.py --shared ../shared --tokens 2048000    # the noise, about 40
-minutes on one core python benchmarks/routing.py --table                                # only put the
-tables into docs/signals.md
+    pip install transformers
+    python benchmarks/routing.py --shared ../shared --tokens 0          # the cost, about a minute
+    python benchmarks/routing.py --shared ../shared --tokens 2048000    # the noise, about 40 minutes
+    python benchmarks/routing.py --table                                # only the tables of docs/signals.md
 
-Cost: one call of `score` with five signals against a plain forward of the same tokens with the fastest
-experts that transformers has, in interleaved rounds, medians. Noise: sums of single batches of training
-text, as it comes or equally much of each of its 10 domains, are recorded once and added up to disjoint
-draws of any number of tokens. Between two draws of one size, the ranks of each block's 60 experts are
-correlated (Spearman); shown is the mean over pairs of draws and blocks, and the lowest block. The
-perplexity is that of the first 24,576 validation tokens, in windows of 128, when the 30 lowest experts of
-every block are removed, over the draws.
+Cost: one call of `score` with five signals, compared with a plain forward pass of the same tokens with the
+fastest experts backend of transformers; medians of interleaved rounds.
+Noise: the sums of single batches of training text are recorded once, and added up to disjoint draws of any
+number of tokens; the text is taken as it comes, or equally much from each of its 10 domains. For two draws
+of equal size, the ranks of each block's 60 experts are correlated (Spearman). The tables show the mean over
+pairs of draws and blocks, and the lowest block. The perplexity is that of the first 24,576 validation
+tokens, in windows of 128, with the 30 lowest experts of every block removed, over the draws.
 """
 
 from __future__ import annotations

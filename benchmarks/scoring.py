@@ -1,13 +1,9 @@
-"""What scoring costs, as ratios to a plain forward and backward over the same images and batches, and
-beside network-pruner.
+"""The cost of scoring, as a multiple of a plain forward and backward pass over the same images and batches.
 
-VGG16-BN at 32 x 32, 10 classes, real CIFAR-10 images, all spaces, Wasserstein (32 projections) and Taylor
-signals:
+    python benchmarks/scoring.py --shared ../shared             # time and memory, about 10 minutes on two cores
+    python benchmarks/scoring.py --shared ../shared --peer      # also network-pruner 2.16, in its own venv
 
-python benchmarks/scoring.py --shared ../shared            time and memory, about 10 minutes on two cores
-python benchmarks/scoring.py --shared ../shared --peer     the same, and network-pruner 2.16 in a venv of
-its own
-
+VGG16-BN at 32 x 32, 10 classes, real CIFAR-10 images, all spaces, Wasserstein (32 projections) and Taylor signals.
 Prints a table and writes benchmarks/results/scoring.json.
 """
 

@@ -1,19 +1,17 @@
-"""Whether other programs load what `save` writes, and compute the same: other versions of transformers,
-and llama.cpp.
+"""Whether other versions of transformers, and llama.cpp, load what `save` writes and compute the same.
 
-python benchmarks/serving.py --make FOLDER --shared ../shared   # prunes tiny MoE models, with fairpruner
-and transformers 5 python benchmarks/serving.py --check FOLDER                     # wherever torch and
-some transformers are, no fairpruner needed python benchmarks/serving.py --check-gguf FOLDER
-# wherever torch and llama-cpp-python are python benchmarks/serving.py --table
-# only put the table into docs/moe.md
+    python benchmarks/serving.py --make FOLDER --shared ../shared   # prunes tiny MoE models
+    python benchmarks/serving.py --check FOLDER                     # needs no fairpruner
+    python benchmarks/serving.py --check-gguf FOLDER                # needs torch and llama-cpp-python
+    python benchmarks/serving.py --table                            # only writes the table of docs/moe.md
 
-Half of the experts go from the trained tiny Qwen2-MoE, and from models of other families with random
-weights and a rotary base that is not their family's usual one. Beside each folder lies what the cut model
-gives for a few texts: the 8 tokens that it writes, and all logits. Printable is the largest difference of a
-logit over the largest logit. For llama.cpp, first `python convert_hf_to_gguf.py FOLDER/NAME --outtype f32
---outfile FOLDER/NAME.gguf` for the models to check. It refuses tokenizers that it does not know, and
-models without one: in a copy of it, before `model_instance = `, put `model_class.set_vocab = lambda self:
-(self._set_vocab_none(), self.gguf_writer.add_vocab_size(self.hparams["vocab_size"]))`.
+Half of the experts are removed from the trained tiny Qwen2-MoE, and from models of other families with
+random weights and an unusual rotary base. Each folder also holds the outputs of the cut model for a few
+texts: the 8 tokens that it generates, and all logits. The table shows the largest difference of a logit,
+divided by the largest logit. For llama.cpp, first run `python convert_hf_to_gguf.py FOLDER/NAME --outtype
+f32 --outfile FOLDER/NAME.gguf` for each model to check. The converter refuses unknown tokenizers and models
+without one. To avoid this, add to a copy of it, before `model_instance = `: `model_class.set_vocab = lambda
+self: (self._set_vocab_none(), self.gguf_writer.add_vocab_size(self.hparams["vocab_size"]))`.
 """
 
 from __future__ import annotations
