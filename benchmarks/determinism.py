@@ -4,7 +4,7 @@ other orders of batches and samples.
     python benchmarks/determinism.py --shared ../shared     about 10 minutes on one core
     python benchmarks/determinism.py --table                only write the table into docs/signals.md
 
-ResNet-20 with trained weights and 3,000 CIFAR-10 images, 300 of each class. Every run is compared with the
+ResNet-20 with trained weights and 2,000 CIFAR-10 images, 200 of each class. Every run is compared with the
 first one. Writes benchmarks/results/determinism.json after each run, and skips what it already holds.
 """
 
@@ -37,7 +37,7 @@ SIGNALS = {
     "protection": ["taylor", "taylor2"],
 }
 NAMES = [name for names in SIGNALS.values() for name in names]
-IMAGES, BATCH = 3000, 100
+IMAGES, BATCH = 2000, 100
 
 RUNS = {
     "again": "the same run again",
@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def images(shared: Path) -> tuple[Tensor, Tensor]:
-    """The first 300 images of every class, in the order of the data set."""
+    """The first 200 images of every class, in the order of the data set."""
     inputs, labels = cifar10("train10k", shared)
     own = (
         torch.cat([(labels == label).nonzero().flatten()[: IMAGES // 10] for label in range(10)])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -88,3 +91,18 @@ class FewerHeadsAttention(nn.MultiheadAttention):
 
 
 STAND_INS: dict[type[nn.Module], type[nn.Module]] = {nn.MultiheadAttention: FewerHeadsAttention}
+
+
+@contextmanager
+def plain_attention(model: nn.Module) -> Iterator[None]:
+    """Inside, `nn.MultiheadAttention` modules compute plain products, which can be observed one by one; the
+    stock function hides what its output projection reads.
+    """
+    stock = [module for module in model.modules() if type(module) is nn.MultiheadAttention]
+    try:
+        for module in stock:
+            module.__class__ = FewerHeadsAttention
+        yield
+    finally:
+        for module in stock:
+            module.__class__ = nn.MultiheadAttention

@@ -23,6 +23,7 @@ from fairpruner.errors import FairprunerError, FairprunerWarning
 from fairpruner.inputs.batches import Batch, check_rereadable, forward, in_halves, read_batches
 from fairpruner.inputs.losses import Loss
 from fairpruner.inputs.tokens import real_tokens
+from fairpruner.models.attention import plain_attention
 from fairpruner.models.calling import evaluating
 from fairpruner.models.devices import device_of_model
 from fairpruner.models.fingerprint import check_same_model
@@ -138,7 +139,7 @@ def _run(
         return chosen, Calibration(model, spaces, _distinct(chosen), objective=objective, grouping=grouping)
 
     chosen, calibration = prepare(spaces)
-    with objective.mode(model):
+    with objective.mode(model), plain_attention(model):
         hidden = calibration.look(first)
         if hidden:
             spaces = _without_hidden(spaces, hidden)
@@ -158,6 +159,7 @@ def _run(
     shared = processes.share(itertools.chain([first], batches))
     with (
         objective.mode(model),
+        plain_attention(model),
         learning(model, calibration.weights.values()),
         progress("scoring", data) as advance,
     ):
