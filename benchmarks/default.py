@@ -170,12 +170,11 @@ def tables() -> str:
     protection = [
         [rule, of, spread("divergence", part="protection", rule=rule, protection=of)] for rule, of in RULES
     ]
-    return "\n\n".join(
-        (
-            table(["model", "FLOPs kept", *WAYS], [line for line in accuracy if any(line[2:])]),
-            table(["rule", "protection", "divergence"], protection),
-        )
+    measured = (
+        (["model", "FLOPs kept", *WAYS], [line for line in accuracy if any(line[2:])]),
+        (["rule", "protection", "divergence"], [line for line in protection if line[2]]),
     )
+    return "\n\n".join(table(head, body) for head, body in measured if body)
 
 
 def main() -> None:

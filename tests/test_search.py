@@ -243,6 +243,8 @@ def test_tuning_brings_unseen_samples_nearer_and_leaves_no_trace(digits: Any) ->
     tune(tuned, model, lambda: read_batches(data, CPU), epochs=4)
     judge = Judge(model, unseen, logits=True)
     assert judge.distance(tuned) < 0.8 * judge.distance(small)
+    by_name = fp.repair(small, model, plan, data, method="tune")
+    assert judge.distance(by_name) < 0.8 * judge.distance(small)
     assert [name for name, p in tuned.named_parameters() if not p.requires_grad] == ["head.weight"]
     assert all(p.grad is None for p in tuned.parameters())
     assert not any(module._forward_hooks for net in (model, tuned) for module in net.modules())
