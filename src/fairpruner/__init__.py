@@ -11,6 +11,7 @@ from fairpruner.core.plan import Plan
 from fairpruner.core.scores import Scores
 from fairpruner.core.spaces import Spaces, UnitSpace
 from fairpruner.core.tod import ConflictCurve, conflict_curve
+from fairpruner.core.trials import Trial
 from fairpruner.discovery import discover
 from fairpruner.errors import FairprunerError, FairprunerWarning
 from fairpruner.files.folders import load, save
@@ -50,6 +51,7 @@ __all__ = [  # noqa: RUF022 (in the order of the pipeline)
     "count_flops",
     "Budget",
     "Plan",
+    "Trial",
     "Scores",
     "Spaces",
     "UnitSpace",
