@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import fairpruner as fp
 from fairpruner.models.narrowing import copy_with
-from fairpruner.repair import METHODS, Note, regression, sequential
+from fairpruner.repair import METHODS, regression, sequential
 
 Data = list[tuple[Tensor, Tensor]]
 
@@ -121,6 +121,44 @@ def test_a_twin_comes_back_exactly(kind: str, method: str) -> None:
     assert difference(small, model, inputs) > 1e-4
     repaired = fp.repair(small, model, plan, matching(model, inputs), method=method, loss=squared)
     assert difference(repaired, model, inputs) < IN_FLOAT64
+
+
+@pytest.mark.parametrize("method", ["mean", "least_squares"])
+@pytest.mark.parametrize("name", ["mlp", "grouped", "attention"])
+def test_statistics_repair_every_plan_as_a_pass_over_the_data_does(name: str, method: str) -> None:
+    model, inputs, spaces = built(name, 48)
+    data = matching(model, inputs)
+    statistics = fp.RepairStatistics(model, spaces, data)
+    for seed in range(2):
+        plan = fp.Plan.removing(spaces, some_units(spaces, 0.34, seed=seed))
+        small = fp.cut(model, plan)
+        before = copy.deepcopy(small.state_dict())
+        found = statistics.repair(small, plan, method)
+        expected = fp.repair_with_notes(
+            small, model, plan, data, method=method, loss=lambda *_: torch.zeros(())
+        )
+        assert sorted(note.subject for note in found.notes) == sorted(n.subject for n in expected.notes)
+        assert any(note.outcome == "repaired" for note in found.notes)
+        for key, tensor in expected.model.state_dict().items():
+            torch.testing.assert_close(found.model.state_dict()[key], tensor)
+        assert all(torch.equal(before[key], tensor) for key, tensor in small.state_dict().items())
+
+
+def test_statistics_are_of_one_model() -> None:
+    model, inputs, spaces = built("mlp", 8)
+    other, others, theirs = built("conv1d", 8)
+    statistics = fp.RepairStatistics(model, spaces, matching(model, inputs))
+    plan = fp.Plan.removing(theirs, some_units(theirs, 0.3, seed=0))
+    with pytest.raises(fp.FairprunerError, match="another model"):
+        statistics.repair(fp.cut(other, plan), plan)
+    with pytest.raises(fp.FairprunerError, match="another model"):
+        fp.RepairStatistics(model, theirs, matching(other, others))
+    with pytest.raises(fp.FairprunerError, match="no samples"):
+        fp.RepairStatistics(model, spaces, [])
+    with pytest.raises(fp.FairprunerError, match="sequential"):
+        statistics.repair(
+            fp.cut(model, fp.Plan.removing(spaces, {})), fp.Plan.removing(spaces, {}), "sequential"
+        )
 
 
 def linear_net(hidden: nn.Linear, *rest: nn.Module) -> nn.Module:
@@ -267,8 +305,8 @@ def test_half_precision_is_repaired_like_float32(method: str, dtype: torch.dtype
     def error(dtype: torch.dtype) -> float:
         ours = copy.deepcopy(net).to(dtype)
         data = [(batch.to(dtype), target) for batch, target in matching(net, inputs, 100)]
-        found, notes = fp.cut(ours, plan), list[Note]()
-        repaired = fp.repair(found, ours, plan, data, method=method, loss=squared, notes=notes)
+        found = fp.cut(ours, plan)
+        repaired, notes = fp.repair_with_notes(found, ours, plan, data, method=method, loss=squared)
         assert {note.outcome for note in notes} == {"repaired"}, notes
         with torch.no_grad():
             return float(squared(repaired(inputs.to(dtype)).float(), net(inputs)))
@@ -280,18 +318,17 @@ def test_numbers_that_are_not_finite_are_named() -> None:
     net = Drifting().double()
     inputs = torch.randn(100, 6, dtype=torch.float64)
     plan = fp.Plan.removing(fp.discover(net, inputs[:1]), {"a": (0, 1)})
-    small, notes = fp.cut(net, plan), list[Note]()
+    small = fp.cut(net, plan)
     inputs[40, 2] = torch.inf  # tanh hides it from most of the net, and the loss from the rest
     data = [(inputs, torch.zeros(100))]
     for method in ("least_squares", "sequential"):
-        repaired = fp.repair(
+        repaired, notes = fp.repair_with_notes(
             small,
             net,
             plan,
             data,
             method=method,
             loss=lambda output, _: output[:40].square().mean(),
-            notes=notes,
         )
         assert all(torch.isfinite(p).all() for p in repaired.parameters())
     reasons = {note.subject: note.reason for note in notes if note.outcome == "kept"}
@@ -331,9 +368,8 @@ def test_few_samples_are_safe(method: str, samples: int) -> None:
 def test_one_sample_leaves_nothing_to_prove_a_fit_with() -> None:
     net = linear_net(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
     plan = fp.Plan.removing(fp.discover(net, torch.zeros(1, 3).double()), {"0": (1,)})
-    notes: list[Note] = []
     small = fp.cut(net, plan)
-    repaired = fp.repair(small, net, plan, [(torch.ones(1, 3).double(), torch.tensor([0]))], notes=notes)
+    repaired, notes = fp.repair_with_notes(small, net, plan, [(torch.ones(1, 3).double(), torch.tensor([0]))])
     assert [note.outcome for note in notes] == ["kept"]
     assert repaired is not small
     assert all(
@@ -344,11 +380,11 @@ def test_one_sample_leaves_nothing_to_prove_a_fit_with() -> None:
 
 def test_a_repair_that_raises_the_loss_is_not_used() -> None:
     net = linear_net(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
-    inputs = torch.randn(40, 3, dtype=torch.float64)
+    inputs = torch.randn(400, 3, dtype=torch.float64)
     plan = fp.Plan.removing(fp.discover(net, inputs[:1]), {"0": (1,)})
-    small, notes = fp.cut(net, plan), list[Note]()
+    small = fp.cut(net, plan)
     data = matching(small, inputs)  # as labels what the plain cut computes: nothing can do better
-    repaired = fp.repair(small, net, plan, data, loss=squared, notes=notes)
+    repaired, notes = fp.repair_with_notes(small, net, plan, data, loss=squared)
     assert torch.equal(repaired[2].weight, small[2].weight)
     assert notes[-1].subject == "least_squares"
     assert "would rise" in notes[-1].reason
@@ -423,16 +459,14 @@ def test_methods_in_a_row_each_start_from_the_last() -> None:
 def test_notes_tell_what_was_repaired_and_what_was_not() -> None:
     model, inputs, spaces = built("shared", 48)
     plan = fp.Plan.removing(spaces, {"stem": (0, 3)})
-    notes: list[Note] = []
-    fp.repair(
+    notes = fp.repair_with_notes(
         fp.cut(model, plan),
         model,
         plan,
         matching(model, inputs),
         method="sequential",
         loss=squared,
-        notes=notes,
-    )
+    ).notes
     told = {note.subject: note for note in notes}
     assert told["body.weight"].outcome == "skipped"
     assert "called 3 times" in told["body.weight"].reason
@@ -444,10 +478,9 @@ def test_notes_tell_what_was_repaired_and_what_was_not() -> None:
 def test_mean_says_so_where_nothing_takes_an_offset() -> None:
     model, inputs, spaces = built("functional", 48)
     plan = fp.Plan.removing(spaces, {"second": (0, 3)})
-    notes: list[Note] = []
-    fp.repair(
-        fp.cut(model, plan), model, plan, matching(model, inputs), method="mean", loss=squared, notes=notes
-    )
+    notes = fp.repair_with_notes(
+        fp.cut(model, plan), model, plan, matching(model, inputs), method="mean", loss=squared
+    ).notes
     assert [(n.subject, n.outcome) for n in notes] == [("head", "kept")]
     assert "bias" in notes[0].reason
 
@@ -484,9 +517,9 @@ class Tied(nn.Module):
 def test_a_weight_that_does_more_than_multiply_is_left_alone() -> None:
     model, tokens = Tied().double().eval(), torch.randint(20, (64, 5))
     plan = fp.Plan.removing(fp.discover(model, tokens[:2], kinds=["hidden"]), {"up": (0, 1, 2, 3, 4)})
-    small, notes = fp.cut(model, plan), list[Note]()
-    repaired = fp.repair(
-        small, model, plan, matching(model, tokens), method="sequential", loss=squared, notes=notes
+    small = fp.cut(model, plan)
+    repaired, notes = fp.repair_with_notes(
+        small, model, plan, matching(model, tokens), method="sequential", loss=squared
     )
     assert torch.equal(repaired.get_parameter("embedding.weight"), model.embedding.weight)
     assert {note.subject: note.outcome for note in notes} == {
@@ -541,10 +574,10 @@ def test_sums_that_have_no_room_together_are_taken_in_several_sweeps(monkeypatch
     model, inputs, spaces = built("resnet8_a", 64)
     plan = fp.Plan.removing(spaces, some_units(spaces, 0.34, seed=0))
     small, outcomes, errors, reads = fp.cut(model, plan), [], [], []
-    for room in (sequential.MOST_SUMS, 2**18):
-        monkeypatch.setattr(sequential, "MOST_SUMS", room)
-        data, notes = Counting(matching(model, inputs)), list[Note]()
-        repaired = fp.repair(small, model, plan, data, method="sequential", loss=squared, notes=notes)
+    for room in (sequential.MOST_NUMBERS, 2**18):
+        monkeypatch.setattr(sequential, "MOST_NUMBERS", room)
+        data = Counting(matching(model, inputs))
+        repaired, notes = fp.repair_with_notes(small, model, plan, data, method="sequential", loss=squared)
         outcomes.append({note.subject: note.outcome for note in notes})
         errors.append(float(squared(repaired(inputs), model(inputs)).detach()))
         reads.append(data.reads)

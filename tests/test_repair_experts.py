@@ -17,7 +17,8 @@ from torch.nn import functional as F
 import fairpruner as fp
 from fairpruner.inputs.batches import read_batches
 from fairpruner.models.experts import expert_blocks
-from fairpruner.repair import Note, arrivals, experts, merging, regression
+from fairpruner.repair import block_calls, experts, merging, regression
+from fairpruner.repair.job import Job
 
 Data = list[dict[str, Tensor]]
 LENGTH = 12  # of a text, without padding
@@ -80,9 +81,8 @@ def test_the_first_block_against_numpy(most: int, monkeypatch: pytest.MonkeyPatc
     model, data = moe("qwen2_moe"), texts(8, 32)
     plan = half_gone(model)
     small, name = fp.cut(model, plan), expert_blocks(model)[0].name
-    notes: list[Note] = []
-    repaired = fp.repair(
-        small, model, plan, with_targets(model, data), method="experts", loss=squared, notes=notes
+    repaired, notes = fp.repair_with_notes(
+        small, model, plan, with_targets(model, data), method="experts", loss=squared
     )
     assert [note.outcome for note in notes] == ["repaired", "repaired"]
 
@@ -120,15 +120,16 @@ def test_a_block_should_give_what_brings_the_stream_back() -> None:
     plan, streams = half_gone(model), list[Tensor]()
     small, block = fp.cut(model, plan), expert_blocks(model)[1]
     with torch.no_grad():
-        (arrival,) = arrivals.Arrivals(small, model, block, lambda: read_batches(data, torch.device("cpu")))
+        job = Job(small, model, plan, lambda: read_batches(data, torch.device("cpu")))
+        (call,) = block_calls.BlockCalls(job, block)
         for net in (model, small):
             net.get_submodule("model.layers.1").register_forward_hook(
                 lambda _, args, out: streams.append(out)
             )
             outputs(net, data)
-        given = small.get_submodule(block.name)(*arrival.args)
+        given = small.get_submodule(block.name)(*call.args)
     torch.testing.assert_close(
-        arrival.wanted - given.flatten(0, 1), (streams[0] - streams[1]).flatten(0, 1), rtol=1e-9, atol=1e-12
+        call.target - given.flatten(0, 1), (streams[0] - streams[1]).flatten(0, 1), rtol=1e-9, atol=1e-12
     )
     assert (streams[0] - streams[1]).abs().max() > 0.1
 
@@ -141,11 +142,11 @@ def test_what_reaches_a_block_is_run_once_if_it_can_be_held(monkeypatch: pytest.
     model.get_submodule(expert_blocks(model)[1].name).register_forward_pre_hook(lambda *_: seen.append(1))
     states, counts = [], []
     for most in (
-        arrivals.MOST_HELD,
+        block_calls.MOST_HELD,
         0,
         16 * LENGTH * 32 * 8 * 2,
     ):  # all, nothing, the input and the target of one batch
-        monkeypatch.setattr(arrivals, "MOST_HELD", most)
+        monkeypatch.setattr(block_calls, "MOST_HELD", most)
         seen.clear()
         states.append(
             fp.repair(
@@ -158,9 +159,9 @@ def test_what_reaches_a_block_is_run_once_if_it_can_be_held(monkeypatch: pytest.
             ).state_dict()
         )
         counts.append(len(seen))
-    assert counts[0] == 1 + 3  # the wiring, and each batch
-    assert counts[1] == 1 + 1 + 4 * 3  # a first look, and each batch for each of four parts
-    assert counts[2] == 1 + 1 + 4 * 2
+    assert counts[0] == 3  # each batch
+    assert counts[1] == 1 + 4 * 3  # a first look, and each batch for each of four parts
+    assert counts[2] == 1 + 4 * 2
     for state in states[1:]:
         for name, tensor in states[0].items():
             torch.testing.assert_close(state[name], tensor, rtol=1e-9, atol=1e-12)
@@ -170,10 +171,10 @@ def test_what_reaches_a_block_is_run_once_if_it_can_be_held(monkeypatch: pytest.
 def test_in_every_family_the_output_comes_nearer(family: str) -> None:
     model, data = moe(family), texts()
     plan = half_gone(model)
-    small, notes = fp.cut(model, plan), list[Note]()
+    small = fp.cut(model, plan)
     before = {name: tensor.clone() for name, tensor in small.state_dict().items()}
-    repaired = fp.repair(
-        small, model, plan, with_targets(model, data), method="experts", loss=squared, notes=notes
+    repaired, notes = fp.repair_with_notes(
+        small, model, plan, with_targets(model, data), method="experts", loss=squared
     )
     assert all(torch.equal(tensor, small.state_dict()[name]) for name, tensor in before.items())
     assert [note.outcome for note in notes if note.outcome != "repaired"] == [], notes
@@ -184,7 +185,9 @@ def test_in_every_family_the_output_comes_nearer(family: str) -> None:
     assert (outputs(repaired, data) - target).square().mean() < share * (
         outputs(small, data) - target
     ).square().mean()
-    fp.repair(small, model, plan, with_targets(model, data[:1]), method="merge", loss=squared, notes=notes)
+    notes = fp.repair_with_notes(
+        small, model, plan, with_targets(model, data[:1]), method="merge", loss=squared
+    ).notes
     assert "skipped" not in {note.outcome for note in notes}
 
 
@@ -219,17 +222,16 @@ def test_padding_teaches_nothing() -> None:
 def test_experts_in_a_list_are_left_alone_with_a_reason() -> None:
     model, inputs = plain_moe(), torch.cat([plain_example() for _ in range(4)])
     spaces = fp.discover(model, inputs[:1], kinds=["expert"])
-    plan, notes = fp.Plan.removing(spaces, some_units(spaces, 0.5, seed=0)), list[Note]()
+    plan = fp.Plan.removing(spaces, some_units(spaces, 0.5, seed=0))
     small = fp.cut(model, plan)
     data = [(inputs, model(inputs).detach())]
-    repaired = fp.repair(
+    repaired, notes = fp.repair_with_notes(
         small,
         model,
         plan,
         data,
         method="experts",
         loss=lambda output, target: (output - target).square().mean(),
-        notes=notes,
     )
     assert {note.outcome for note in notes} == {"skipped"}
     assert all(
@@ -246,16 +248,14 @@ def test_a_layer_that_caches_keys_is_run_again_with_padding() -> None:
     small, mask = fp.cut(model, plan), torch.ones(16, LENGTH, dtype=torch.int64)
     mask[::2, -3:] = 0
     padded = [{**batch, "attention_mask": mask} for batch in data]
-    notes: list[Note] = []
-    fp.repair(
+    notes = fp.repair_with_notes(
         small,
         model,
         plan,
         with_targets(model, padded),
         method=["merge", "experts"],
         loss=squared,
-        notes=notes,
-    )
+    ).notes
     assert {note.outcome for note in notes} <= {"repaired", "kept"}
 
 
@@ -276,9 +276,9 @@ def test_means_by_hand() -> None:
 def test_merging_goes_as_far_as_it_helps() -> None:
     model, data = moe("qwen2_moe"), texts()
     plan = half_gone(model)
-    small, block, notes = fp.cut(model, plan), expert_blocks(model)[0], list[Note]()
-    repaired = fp.repair(
-        small, model, plan, with_targets(model, data), method="merge", loss=squared, notes=notes
+    small, block = fp.cut(model, plan), expert_blocks(model)[0]
+    repaired, notes = fp.repair_with_notes(
+        small, model, plan, with_targets(model, data), method="merge", loss=squared
     )
     removed = list(plan.removed[block.name])
     kept = [unit for unit in range(block.size) if unit not in removed]
@@ -320,10 +320,10 @@ def test_merging_with_an_equal_changes_nothing() -> None:
         model.get_submodule(block.router).weight[4] = 1.5 * model.get_submodule(block.router).weight[7]
         for tensor in model.get_submodule(block.experts).parameters():
             tensor[4] = tensor[7]
-    plan, notes = fp.Plan.removing(spaces, {block.name: (4,)}), list[Note]()
+    plan = fp.Plan.removing(spaces, {block.name: (4,)})
     small = fp.cut(model, plan)
-    repaired = fp.repair(
-        small, model, plan, with_targets(model, data), method="merge", loss=squared, notes=notes
+    repaired, notes = fp.repair_with_notes(
+        small, model, plan, with_targets(model, data), method="merge", loss=squared
     )
     assert [(note.subject, note.outcome) for note in notes] == [(block.name, "kept")]
     assert all(
@@ -336,9 +336,11 @@ def test_listed_experts_are_merged_too_even_where_the_block_is_the_model() -> No
     torch.manual_seed(0)
     model, inputs = PlainMoE().double().eval(), torch.randn(24, 10, 16, dtype=torch.float64)
     spaces = fp.discover(model, inputs[:1], kinds=["expert"])
-    plan, notes = fp.Plan.removing(spaces, some_units(spaces, 0.5, seed=0)), list[Note]()
+    plan = fp.Plan.removing(spaces, some_units(spaces, 0.5, seed=0))
     small, target = fp.cut(model, plan), model(inputs).detach()
-    repaired = fp.repair(small, model, plan, [(inputs, target)], method="merge", loss=F.mse_loss, notes=notes)
+    repaired, notes = fp.repair_with_notes(
+        small, model, plan, [(inputs, target)], method="merge", loss=F.mse_loss
+    )
     assert [note.outcome for note in notes] == ["repaired"]
     with torch.no_grad():
         before, after = (F.mse_loss(net(inputs), target) for net in (small, repaired))
@@ -364,15 +366,14 @@ def test_sums_in_place_are_seen_before_they_happen() -> None:
         torch.manual_seed(0)
         model = kind().double().eval()
         spaces = fp.discover(model, inputs[:1], kinds=["expert"])
-        plan, notes = fp.Plan.removing(spaces, some_units(spaces, 0.5, seed=0)), list[Note]()
-        repaired = fp.repair(
+        plan = fp.Plan.removing(spaces, some_units(spaces, 0.5, seed=0))
+        repaired, notes = fp.repair_with_notes(
             fp.cut(model, plan),
             model,
             plan,
             [(inputs, model(inputs).detach())],
             method="merge",
             loss=F.mse_loss,
-            notes=notes,
         )
         assert {note.outcome for note in notes} == {"repaired"}
         states.append(repaired.state_dict())
@@ -401,18 +402,17 @@ def test_what_cannot_be_merged_says_so() -> None:
     model, data = moe("qwen2_moe"), texts()
     spaces = fp.discover(model, {"input_ids": data[0]["input_ids"][:1]})
     inside = next(space.name for space in spaces if space.kind == "hidden" and "experts" in space.name)
-    block, notes = expert_blocks(model)[0], list[Note]()
+    block = expert_blocks(model)[0]
     both = fp.Plan.removing(spaces, {block.name: (0, 1), inside: tuple(range(4))})
     neither = fp.Plan.removing(spaces, {})
     for plan, reason in ((both, "lost more than their number"), (neither, "removes no routed expert")):
-        fp.repair(
+        notes = fp.repair_with_notes(
             fp.cut(model, plan),
             model,
             plan,
             with_targets(model, data),
             method="merge",
             loss=squared,
-            notes=notes,
-        )
+        ).notes
         assert notes[-1].outcome == "skipped"
         assert reason in notes[-1].reason

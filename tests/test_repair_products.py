@@ -16,12 +16,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fairpruner.inputs.batches import Batch
-from fairpruner.repair.products import Product, Walk
-from fairpruner.repair.regression import Fit, Sums, choose, choose_mean
-from fairpruner.repair.wiring import Offset, Sum, find_wires
+from fairpruner.repair import weight_uses
+from fairpruner.repair.interceptor import Interceptor
+from fairpruner.repair.products import Product, Rows
+from fairpruner.repair.regression import Fit, Halves, NormalEquations, judged_fit, judged_mean
+from fairpruner.repair.weight_uses import Addition, Offset, find_weight_uses
 
 
-class Seen(Walk):
+class Seen(Interceptor):
     """Keeps the last product and its output."""
 
     def product(self, product: Product) -> Tensor:
@@ -51,9 +53,9 @@ def check(holder: Holder, inputs: Tensor, bias: bool = True) -> None:
         holder(inputs)
     product, out = seen.last, seen.out
     total = out.numel() // out.shape[product.axis]
-    rows = torch.randperm(total)[: max(1, total // 2)]
+    rows = Rows(torch.randperm(total)[: max(1, total // 2)], fitted=0)
     matrix = product.matrix(holder.weight.detach())  # [G, c, taps, q]
-    found = product.features(rows).flatten(2) @ matrix.flatten(1, 2)  # [G, rows, q]
+    found = torch.einsum("grtc,gctq->grq", product.features(rows), matrix)
     expected = product.outputs(out, rows) - (holder.bias.detach() if bias else 0)
     torch.testing.assert_close(found.transpose(0, 1).flatten(1), expected)
     assert torch.equal(product.stored(matrix, holder.weight), holder.weight)
@@ -140,55 +142,54 @@ def test_a_fit_from_sums_is_the_fit_of_the_rows(
 ) -> None:
     rng = np.random.default_rng(seed)
     x, y = rng.normal(size=(rows, features)) + 2, rng.normal(size=(rows, targets))
-    sums = Sums.of(torch.from_numpy(x[None, :5]), torch.from_numpy(y[None, :5])) + Sums.of(
-        torch.from_numpy(x[None, 5:]), torch.from_numpy(y[None, 5:])
-    )
-    fit = sums.fit(1e-13, with_offset)
+    equations = NormalEquations.of(
+        torch.from_numpy(x[None, :5]), torch.from_numpy(y[None, :5])
+    ) + NormalEquations.of(torch.from_numpy(x[None, 5:]), torch.from_numpy(y[None, 5:]))
+    (fit,) = equations.solve([1e-13], with_offset)
     assert fit is not None
     design = np.column_stack([x, np.ones(rows)]) if with_offset else x
     solution = np.linalg.lstsq(design, y, rcond=None)[0]
     np.testing.assert_allclose(fit.slope[0].numpy(), solution[:features], rtol=1e-5, atol=1e-6)
     residual = y - x @ fit.slope[0].numpy() - fit.offset[0].numpy()
-    assert sums.error(fit) == pytest.approx(np.square(residual).sum(), rel=1e-6, abs=1e-9)
+    assert equations.error(fit) == pytest.approx(np.square(residual).sum(), rel=1e-6, abs=1e-9)
     other = Fit(
         torch.from_numpy(rng.normal(size=(1, features, targets))),
         torch.from_numpy(rng.normal(size=(1, targets))),
     )
-    assert sums.error(other) == pytest.approx(
+    assert equations.error(other) == pytest.approx(
         np.square(y - x @ other.slope[0].numpy() - other.offset[0].numpy()).sum()
     )
 
 
-def halves(x: Tensor, y: Tensor) -> tuple[Sums, Sums]:
-    return Sums.of(x[None, ::2], y[None, ::2]), Sums.of(x[None, 1::2], y[None, 1::2])
+def halves(x: Tensor, y: Tensor) -> Halves:
+    order = torch.cat([torch.arange(0, len(x), 2), torch.arange(1, len(x), 2)])
+    return Halves.of(x[None, order], y[None, order], fitted=(len(x) + 1) // 2)
 
 
 def test_noise_is_not_fitted() -> None:
     x, y = torch.randn(24, 20, dtype=torch.float64), torch.randn(24, 1, dtype=torch.float64)
-    choice = choose(halves(x, y), with_offset=False)
-    assert choice.fit is None or float(choice.fit.slope.abs().max()) < 0.5  # undamped it would pass 1
-    assert choice.after <= choice.before
+    found = judged_fit(halves(x, y), with_offset=False)
+    assert found.fit is None or float(found.fit.slope.abs().max()) < 0.5  # undamped it would pass 1
+    assert found.after <= found.before
 
 
 def test_a_true_line_is_found_without_damping() -> None:
     x = torch.randn(40, 6, dtype=torch.float64)
     x[:, 5] = x[:, 0] - 2 * x[:, 1]  # no unique solution
     slope = torch.randn(6, 2, dtype=torch.float64)
-    choice = choose(halves(x, x @ slope + 3), with_offset=True)
-    assert choice.fit is not None
-    torch.testing.assert_close(
-        x @ choice.fit.slope[0] + choice.fit.offset[0], x @ slope + 3, rtol=0, atol=1e-8
-    )
+    found = judged_fit(halves(x, x @ slope + 3), with_offset=True)
+    assert found.fit is not None
+    torch.testing.assert_close(x @ found.fit.slope[0] + found.fit.offset[0], x @ slope + 3, rtol=0, atol=1e-8)
 
 
 def test_a_mean_is_used_only_if_it_holds_for_the_other_half() -> None:
     x = torch.randn(40, 2, dtype=torch.float64)
-    good = choose_mean(halves(x, torch.full((40, 1), 3.0, dtype=torch.float64)), with_offset=True)
+    good = judged_mean(halves(x, torch.full((40, 1), 3.0, dtype=torch.float64)), with_offset=True)
     assert good.fit is not None
     assert float(good.fit.offset) == pytest.approx(3)
     # one half +1, the other -1
     opposed = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(20)[:, None]
-    assert choose_mean(halves(x, opposed), with_offset=True).fit is None
+    assert judged_mean(halves(x, opposed), with_offset=True).fit is None
 
 
 class Block(nn.Module):
@@ -211,11 +212,11 @@ class Block(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
-def test_wires_say_where_an_offset_goes_and_which_sum_an_output_runs_into() -> None:
+def test_uses_of_weights() -> None:
     model = Block().eval()
-    wires = find_wires(model, Batch(torch.randn(6, 3, 8, 8), torch.zeros(6), 0))
-    assert list(wires) == ["stem.weight", "one.weight", "two.weight", "three.weight", "head.weight"]
-    assert {name: wire.offset for name, wire in wires.items()} == {
+    uses = find_weight_uses(model, Batch(torch.randn(6, 3, 8, 8), torch.zeros(6), 0))
+    assert list(uses) == ["stem.weight", "one.weight", "two.weight", "three.weight", "head.weight"]
+    assert {name: use.offset for name, use in uses.items()} == {
         "stem.weight": Offset("stem.bias", 1),
         "one.weight": Offset("norm.running_mean", -1),
         "two.weight": None,  # the norm behind it serves another as well
@@ -223,4 +224,31 @@ def test_wires_say_where_an_offset_goes_and_which_sum_an_output_runs_into() -> N
         "head.weight": Offset("head.bias", 1),
     }
     # What runs through a relu first is no straight line of the output any more.
-    assert {name: wire.sum for name, wire in wires.items() if wire.sum} == {"one.weight": Sum(0, 0)}
+    assert {name: use.addition for name, use in uses.items() if use.addition} == {
+        "one.weight": Addition(0, 0)
+    }
+
+
+class Chain(nn.Module):
+    """Residual blocks of one linear layer each."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.relu(layer(x)) + layer(x).mul(0.5)
+        return x
+
+
+def test_an_addition_is_compared_with_the_few_outputs_that_lead_to_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compared = []
+    scale = weight_uses.channel_scale
+    monkeypatch.setattr(weight_uses, "channel_scale", lambda *rows: compared.append(1) or scale(*rows))
+    for depth in (10, 40):
+        compared.clear()
+        find_weight_uses(Chain(depth).double(), Batch(torch.randn(8, 4).double(), torch.zeros(8), 0))
+        assert len(compared) == 2 * depth

@@ -19,7 +19,8 @@ from fairpruner.measuring import Measurement, latency_table, measure
 from fairpruner.models.counting import count_flops, count_params
 from fairpruner.pipeline import prune
 from fairpruner.recovery import Epoch, Recipe, recover
-from fairpruner.repair import Note, repair
+from fairpruner.repair import Note, Repaired, repair, repair_with_notes
+from fairpruner.repair import Statistics as RepairStatistics
 from fairpruner.reporting import Report, report
 from fairpruner.scoring import signals
 from fairpruner.scoring.score import score
@@ -38,6 +39,7 @@ __all__ = [  # noqa: RUF022 (in the order of the pipeline)
     "cut",
     "mask",
     "repair",
+    "repair_with_notes",
     "recover",
     "prune",
     "compose",
@@ -62,6 +64,8 @@ __all__ = [  # noqa: RUF022 (in the order of the pipeline)
     "Recipe",
     "Epoch",
     "Note",
+    "Repaired",
+    "RepairStatistics",
     "FairprunerError",
     "FairprunerWarning",
     "signals",

@@ -129,7 +129,7 @@ def _searched(
     rules = (limits.pop("rule"),) if "rule" in limits else RULES
     candidates = make_candidates(scores, search.keep, rules, **limits)
     loss = options["repair"].get("loss", scoring.get("loss"))
-    return choose(model, data, candidates, replace(search, loss=loss), notes=options["repair"].get("notes"))
+    return choose(model, data, candidates, replace(search, loss=loss))
 
 
 def _of_round(number: int, options: Mapping[str, Any]) -> Mapping[str, Any]:

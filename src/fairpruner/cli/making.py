@@ -117,13 +117,12 @@ def cut(
         show(show_plan(chosen, str(output)), as_json)
         return
     net = trained(model, weights, device)
-    small, notes = fp.cut(net, chosen), list[Note]()
+    small, notes = fp.cut(net, chosen), tuple[Note, ...]()
     if repair:
         if data is None:
             raise FairprunerError(f"--repair {repair} needs samples: give --data.")
-        small = fp.repair(
-            small, net, chosen, reading.read(model, net, data), method=parse_names(repair), notes=notes
-        )
+        samples = reading.read(model, net, data)
+        small, notes = fp.repair_with_notes(small, net, chosen, samples, method=parse_names(repair))
     fp.save(small, chosen, output, build=model, max_shard_size=max_shard_size, force=force)
     show(show_plan(chosen, str(output), notes), as_json)
 

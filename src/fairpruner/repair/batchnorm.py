@@ -1,20 +1,17 @@
-"""Batch norms that fit what they now read: running means and variances over the calibration data."""
+"""Running means and variances of batch norms, estimated again over the calibration data."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fairpruner.inputs.batches import Batch, forward
+from fairpruner.inputs.batches import forward
+from fairpruner.repair.job import Job
 from fairpruner.repair.notes import Note
 
 
-def reestimate(small: nn.Module, batches: Iterable[Batch]) -> list[Note]:
-    """Set the running statistics of every batch norm to the means over the data, each batch weighing as
-    many samples as it has.
-    """
+def reestimate(job: Job) -> list[Note]:
+    """Set the running statistics of every batch norm to their means over the samples."""
+    small = job.small
     norms = {
         name: module
         for name, module in small.named_modules()
@@ -30,7 +27,7 @@ def reestimate(small: nn.Module, batches: Iterable[Batch]) -> list[Note]:
     try:
         for norm in norms.values():
             norm.train()
-        for batch in batches:
+        for batch in job.read():
             seen += batch.size
             for norm in norms.values():
                 norm.momentum = batch.size / seen

@@ -1,18 +1,23 @@
-"""Refit what the kept experts of a block, and a shared one, add to its output, so that the block gives
-what the original gave.
+"""Refit what the kept experts of a block, and a shared one, add to its output.
 
-A block's output is linear in the last matrices of its experts: what they read, times the router's weight,
-are the features. Blocks are refitted one after the other in the order of the forward pass, in a sweep
-over the data each. Where a block's output is added to a residual stream, the original's sum is the
-target: the refit then also undoes the drift of the blocks before. The matrices of a block are solved for
-together if they fit, else part by part, each fitted to what those before it left over, so that memory
-holds the sums of one part.
+A block's output is linear in the last matrices of its experts. Expert e reads h_e(x), its inner features of
+a token x, and the router weighs it by w_e(x). The block returns the sum of w_e(x) · h_e(x) · D_e over the
+chosen experts, so w_e(x) · h_e(x) are the features of D_e, and 0 for tokens that expert e does not serve. A
+shared expert is one more matrix of this kind.
+
+Blocks are refitted one after the other in the order of the forward pass, in one sweep over the data each.
+The target is what the block should return so that the model continues as the original (see `block_calls`).
+
+The matrices of a block are numbered, experts first. They are solved for together if they have at most
+MOST_FEATURES features, else part by part, each fitted to what the parts before left over. Example: three
+experts of 1,500 features and a shared one of 5,000 are the matrices 0, 1, 2 and 3. With at most 4,096
+features the parts are the experts 0 and 1, the expert 2, and the shared one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import dropwhile
@@ -21,214 +26,227 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fairpruner.core.plan import Plan
 from fairpruner.models.calling import tensors_of
 from fairpruner.models.experts import ExpertBlock, expert_blocks
+from fairpruner.models.precision import widened
 from fairpruner.models.routing import RouterOutput, watching_experts
-from fairpruner.repair.arrivals import Arrival, Arrivals, Sweep, caller_of
+from fairpruner.repair.block_calls import BlockCall, BlockCalls, caller_of
+from fairpruner.repair.job import Job
 from fairpruner.repair.notes import NO_EXPERTS, Note
-from fairpruner.repair.regression import Sums, choose, float64, wide
-from fairpruner.repair.wiring import Wire
+from fairpruner.repair.regression import Halves, NormalEquations, float64, judged_fit
 
 MOST_FEATURES = 4096  # that are solved for together: the products of all their pairs are held
-ROWS = 8192  # tokens whose features are held at once
+TOKENS = 8192  # whose features are held at once
 
 
-def refit_experts(
-    small: nn.Module, model: nn.Module, plan: Plan, sweep: Sweep, wires: Mapping[str, Wire]
-) -> list[Note]:
-    """Refit every block of experts in `small` from the first that lost some onwards."""
+def refit_experts(job: Job) -> list[Note]:
+    """Refit every block of experts in the cut model from the first that lost some onwards."""
+    plan = job.plan
     lost = {space.name for space in plan.spaces if space.kind == "expert" and plan.removed[space.name]}
-    blocks = dropwhile(lambda block: block.name not in lost, expert_blocks(small))
-    return [_refit(small, model, block, sweep) for block in blocks] or [
-        Note("experts", "skipped", NO_EXPERTS)
+    blocks = dropwhile(lambda block: block.name not in lost, expert_blocks(job.small))
+    notes = [_refit_block(job, block) for block in blocks]
+    return notes or [Note("experts", "skipped", NO_EXPERTS)]
+
+
+def _refit_block(job: Job, block: ExpertBlock) -> Note:
+    calls = BlockCalls(job, block)
+    matrices = _LastMatrices(job.small, block, next(iter(calls)))
+    if not matrices.sizes:
+        reason = "what its experts read is not seen, and no shared expert can take over"
+        return Note(block.name, "skipped", reason)
+    notes = [
+        _refit_part(block.name, matrices, part, calls) for part in parts(matrices.sizes, matrices.experts)
     ]
+    repaired = [note for note in notes if note.error is not None]
+    if not repaired:
+        return notes[0]
+    return replace(repaired[0], error=math.prod(note.error or 0.0 for note in repaired))
 
 
-def _refit(small: nn.Module, model: nn.Module, block: ExpertBlock, sweep: Sweep) -> Note:
-    arrivals = Arrivals(small, model, block, sweep)
-    features = _Features(small, block, next(iter(arrivals)))
-    if not features.sizes:
-        return Note(
-            block.name, "skipped", "what its experts read is not seen, and no shared expert can take over"
-        )
-    notes = [_fit(block.name, features, part, arrivals) for part in parts(features.sizes)]
-    left = [note.error for note in notes if note.error is not None]
-    return replace(
-        next((note for note in notes if note.error is not None), notes[0]),
-        error=math.prod(left) if left else None,
-    )
+@dataclass(frozen=True)
+class Part:
+    """Matrices of a block that are solved for together: some of its experts, and some of its tails."""
+
+    experts: range
+    tails: range
 
 
-def parts(sizes: Sequence[int]) -> list[range]:
-    """Matrices with so many features each, in stretches of at most MOST_FEATURES together, or of a single
-    one.
+def parts(sizes: Sequence[int], experts: int) -> list[Part]:
+    """Matrices with so many features each, the `experts` first, in runs of at most MOST_FEATURES features.
 
-    >>> parts([1500, 1500, 1500, 5000, 4000])
-    [range(0, 2), range(2, 3), range(3, 4), range(4, 5)]
+    A matrix with more than that is a part by itself.
+
+    >>> parts([1500, 1500, 1500, 5000], experts=3)
+    ... # doctest: +NORMALIZE_WHITESPACE
+    [Part(experts=range(0, 2), tails=range(0, 0)),
+     Part(experts=range(2, 3), tails=range(0, 0)),
+     Part(experts=range(3, 3), tails=range(0, 1))]
     """
     found, start = [], 0
     for stop in range(1, len(sizes) + 1):
         if stop == len(sizes) or sum(sizes[start : stop + 1]) > MOST_FEATURES:
-            found.append(range(start, stop))
+            inside = range(min(start, experts), min(stop, experts))
+            beside = range(max(start - experts, 0), max(stop - experts, 0))
+            found.append(Part(inside, beside))
             start = stop
     return found
 
 
-def _fit(block: str, features: _Features, part: range, arrivals: Arrivals) -> Note:
-    """Fit one part of a block's matrices to what the block misses by now."""
-    halves: tuple[Sums, Sums] | None = None
-    for arrival in arrivals:
-        seen, error = features.of(arrival, part)
-        new = tuple(seen.sums(rows, error) for rows in arrival.halves)
-        halves = (new[0], new[1]) if halves is None else (halves[0] + new[0], halves[1] + new[1])
+def _refit_part(block: str, matrices: _LastMatrices, part: Part, calls: BlockCalls) -> Note:
+    """Fit some of a block's matrices to what the block's output misses by now."""
+    halves: Halves | None = None
+    for call in calls:
+        features, missing = matrices.features(call, part)
+        new = Halves(*(features.equations(rows, missing) for rows in (call.fitted, call.judging)))
+        halves = new if halves is None else halves + new
     assert halves is not None  # the data was seen to hold samples
-    choice = choose(halves, with_offset=False)
-    if choice.fit is not None:
-        features.add(part, choice.fit.slope[0])
-    return Note.of(block, choice)
+    found = judged_fit(halves, with_offset=False)
+    if found.fit is not None:
+        matrices.add(part, found.fit.slope[0])
+    return Note.of(block, found)
 
 
 @dataclass(frozen=True, eq=False)
-class _Seen:
-    """The features of a part of a block: those of its experts, sparse, and those of its tails."""
+class _Features:
+    """The features of a part in one batch: of P pairs of token and expert, and of the tails for T tokens."""
 
-    pairs: tuple[Tensor, Tensor, Tensor]  # token [P], expert [P], features [P, I] of the pairs, or empty
+    token: Tensor  # [P]
+    expert: Tensor  # [P], counted from the part's first
+    values: Tensor  # [P, I]
     experts: int
     tails: Tensor  # [T, S]
 
-    def sums(self, rows: Tensor, error: Tensor) -> Sums:
-        """Products of all pairs of features, and with the error [T, H], over the chosen tokens."""
-        parts = [self._sums(some, error[some]) for some in rows.split(ROWS)] or [
-            self._sums(rows, error[rows])
-        ]
-        return sum(parts[1:], parts[0])
+    def equations(self, rows: Tensor, missing: Tensor) -> NormalEquations:
+        """The normal equations that fit what the output misses, [T, H], for the chosen tokens."""
+        chunks = rows.split(TOKENS) or (rows,)
+        found = [self._equations(chunk, missing[chunk]) for chunk in chunks]
+        return sum(found[1:], found[0])
 
-    def _sums(self, rows: Tensor, error: Tensor) -> Sums:
-        token, expert, values = self.pairs
-        place = torch.full((len(self.tails),), -1, device=rows.device).index_copy(
-            0, rows, torch.arange(len(rows), device=rows.device)
-        )
-        chosen = place[token] >= 0
-        token, expert, values = place[token[chosen]], expert[chosen], wide(values[chosen])
-        error, width = wide(error), values.shape[1]
-        dense = error.new_zeros(len(rows), self.experts, width)
-        dense[token, expert] = values
-        whole = torch.cat([dense.flatten(1), wide(self.tails[rows])], 1)  # [rows, p]
-        gram = whole.new_zeros(whole.shape[1], whole.shape[1])
-        inside = self.experts * width
-        for number in range(self.experts):  # each only with the tokens that it serves: a few of all
+    def _equations(self, rows: Tensor, missing: Tensor) -> NormalEquations:
+        row_of_token = torch.full((len(self.tails),), -1, device=rows.device)
+        row_of_token[rows] = torch.arange(len(rows), device=rows.device)
+        chosen = row_of_token[self.token] >= 0
+        row, expert = row_of_token[self.token[chosen]], self.expert[chosen]
+        values, missing = widened(self.values[chosen]), widened(missing)
+        width = values.shape[1]
+        dense = missing.new_zeros(len(rows), self.experts, width)
+        dense[row, expert] = values
+        features = torch.cat([dense.flatten(1), widened(self.tails[rows])], 1)  # [rows, p]
+        gram = features.new_zeros(features.shape[1], features.shape[1])
+        for number in range(self.experts):  # each expert has features for the few tokens that it serves
             own = expert == number
-            gram[number * width : (number + 1) * width] = values[own].T @ whole[token[own]]
-        gram[inside:] = whole[:, inside:].T @ whole
-        cross = whole.T @ error
-        return Sums(
+            gram[number * width : (number + 1) * width] = values[own].T @ features[row[own]]
+        beside = self.experts * width
+        gram[beside:] = features[:, beside:].T @ features
+        return NormalEquations(
             len(rows),
-            *map(
-                float64,
-                (gram[None], cross[None], error.square().sum()[None], whole.sum(0)[None], error.sum(0)[None]),
-            ),
+            gram=float64(gram[None]),
+            cross=float64((features.T @ missing)[None]),
+            square=float64(missing.square().sum(0)[None]),
+            features=float64(features.sum(0)[None]),
+            targets=float64(missing.sum(0)[None]),
         )
 
 
-class _Features:
-    """What the last matrices of a block's experts and of its tails read, weighted as it reaches the
-    block's output.
+class _LastMatrices:
+    """The last matrices of a block's experts, and its tails.
 
-    A tail is a linear map beside the experts, as that of a shared expert, whose output is added to the
-    block's, scaled token by token.
+    A tail is a linear map beside the experts, such as the last one of a shared expert. Its output is added
+    to the block's, scaled token by token.
     """
 
-    def __init__(self, model: nn.Module, block: ExpertBlock, first: Arrival) -> None:
+    def __init__(self, model: nn.Module, block: ExpertBlock, first: BlockCall) -> None:
         self._model, self._block, self._module = model, block, model.get_submodule(caller_of(block))
-        self._watched = (
-            [] if isinstance(model.get_submodule(block.experts), nn.ModuleList) else [block]
-        )  # whose experts show what their last matrices read
-        inside = (f"{block.experts}.", f"{block.router}.")
-        below = self._module.named_modules(prefix=caller_of(block))
+        # The experts of a list do not show what their last matrices read.
+        listed = isinstance(model.get_submodule(block.experts), nn.ModuleList)
+        self._watched = [] if listed else [block]
+        routed = (f"{block.experts}.", f"{block.router}.")
         self._tails = [
             module
-            for path, module in below
-            if isinstance(module, nn.Linear) and not f"{path}.".startswith(inside)
+            for path, module in self._module.named_modules(prefix=caller_of(block))
+            if isinstance(module, nn.Linear) and not f"{path}.".startswith(routed)
         ]
-        out, passed, call = self._run(first)
-        self._tails = [linear for linear, (_, output) in passed.items() if _is_tail(out, output)]
-        inner = None if call is None else call.inner
-        self._experts = 0 if inner is None else block.size
-        self.sizes = [0 if inner is None else inner.shape[1]] * self._experts + [
-            tail.in_features for tail in self._tails
-        ]  # of every matrix
+        run = self._run(first)
+        self._tails = [tail for tail in run.outputs if _is_tail(run.out, run.outputs[tail])]
+        inner = None if run.router is None else run.router.inner
+        self.experts = 0 if inner is None else block.size
+        width = 0 if inner is None else inner.shape[1]
+        self.sizes = [width] * self.experts + [tail.in_features for tail in self._tails]
 
-    def _run(
-        self, arrival: Arrival
-    ) -> tuple[Tensor, dict[nn.Linear, tuple[Tensor, Tensor]], RouterOutput | None]:
-        """Run the block once more by itself: its output [T, H], what goes into and comes out of the
-        tails, and what the experts did.
-        """
-        calls: list[RouterOutput] = []
-        passed: dict[nn.Linear, tuple[Tensor, Tensor]] = {}
+    def features(self, call: BlockCall, part: Part) -> tuple[_Features, Tensor]:
+        """The features of a part, and what the block's output misses, [T, H]."""
+        run = self._run(call)
+        missing = call.target - widened(run.out.detach())
+        scaled = [missing[:, :0]]
+        for tail in (self._tails[number] for number in part.tails):
+            # The gradient of the block's output shows by how much the tail was scaled.
+            (slope,) = torch.autograd.grad(
+                run.out, run.outputs[tail], torch.ones_like(run.out), retain_graph=True
+            )
+            scaled.append(run.inputs[tail] * slope.flatten(0, -2)[:, :1])
+        tails = torch.cat(scaled, 1)  # [T, S]
+        router = run.router
+        if router is None or router.inner is None or not part.experts:
+            none = torch.zeros(0, dtype=torch.int64, device=missing.device)
+            return _Features(none, none, missing.new_zeros(0, 0), 0, tails), missing
+        ours = (router.expert >= part.experts.start) & (router.expert < part.experts.stop)
+        values = router.inner[ours] * router.weight[ours, None]
+        expert = router.expert[ours] - part.experts.start
+        return _Features(router.token[ours], expert, values, len(part.experts), tails), missing
 
-        def note(linear: nn.Linear, args: tuple[Any, ...], output: Tensor) -> None:
-            passed[linear] = args[0].detach().flatten(0, -2), output
+    def add(self, part: Part, slope: Tensor) -> None:
+        """Add a fit [p, H] to the part's matrices."""
+        experts: Any = self._model.get_submodule(self._block.experts)
+        weights = [
+            experts.down_proj[number] if experts.is_transposed else experts.down_proj[number].mT
+            for number in part.experts
+        ]
+        weights += [self._tails[number].weight.mT for number in part.tails]
+        for weight, change in zip(weights, slope.split([len(weight) for weight in weights]), strict=True):
+            weight += change.to(weight)  # [I, H]
 
-        hooks = [linear.register_forward_hook(note) for linear in self._tails]
+    def _run(self, call: BlockCall) -> _BlockRun:
+        """Run the block by itself, with gradients."""
+        routers: list[RouterOutput] = []
+        inputs: dict[nn.Linear, Tensor] = {}
+        outputs: dict[nn.Linear, Tensor] = {}
+
+        def keep(linear: nn.Linear, args: tuple[Any, ...], output: Tensor) -> None:
+            inputs[linear], outputs[linear] = args[0].detach().flatten(0, -2), output
+
+        hooks = [linear.register_forward_hook(keep) for linear in self._tails]
         try:
-            with torch.enable_grad(), watching_experts(self._model, self._watched, calls.append):
-                out = next(tensors_of(self._module(*arrival.args, **arrival.kwargs))).flatten(0, -2)
+            with torch.enable_grad(), watching_experts(self._model, self._watched, routers.append):
+                out = next(tensors_of(self._module(*call.args, **call.kwargs))).flatten(0, -2)
         finally:
             for hook in hooks:
                 hook.remove()
-        return out, passed, next(iter(calls), None)
-
-    def of(self, arrival: Arrival, part: range) -> tuple[_Seen, Tensor]:
-        """The features of some of the matrices, and by how much the block's output misses, [T, H];
-        gradients tell how much of each tail arrives there.
-        """
-        out, passed, call = self._run(arrival)
-        some = [
-            passed[tail]
-            for tail in self._tails[max(part.start - self._experts, 0) : max(part.stop - self._experts, 0)]
-        ]
-        scales = [
-            torch.autograd.grad(out, output, torch.ones_like(out), retain_graph=True)[0].flatten(0, -2)[:, :1]
-            for _, output in some
-        ]  # [T, 1] each
-        error = arrival.wanted - wide(out.detach())
-        tails = torch.cat(
-            [error[:, :0], *(read * scale for (read, _), scale in zip(some, scales, strict=True))], 1
-        )  # [T, S]
-        stop = min(part.stop, self._experts)
-        if call is None or call.inner is None or part.start >= stop:
-            nothing = torch.zeros(0, dtype=torch.int64, device=error.device)
-            return _Seen((nothing, nothing, error.new_zeros(0, 0)), 0, tails), error
-        ours = (call.expert >= part.start) & (call.expert < stop)
-        pairs = call.token[ours], call.expert[ours] - part.start, call.inner[ours] * call.weight[ours, None]
-        return _Seen(pairs, stop - part.start, tails), error
-
-    def add(self, part: range, slope: Tensor) -> None:
-        """Add a fit [p, H] to the part's matrices."""
-        experts: Any = self._model.get_submodule(self._block.experts)
-        for number, step in zip(
-            part, slope.split([self.sizes[number] for number in part]), strict=True
-        ):  # [I, H]
-            if number >= self._experts:
-                weight = self._tails[number - self._experts].weight.mT
-            else:
-                weight = experts.down_proj[number] if experts.is_transposed else experts.down_proj[number].mT
-            weight += step.to(weight)
+        return _BlockRun(out, inputs, outputs, routers[0] if routers else None)
 
 
-def _is_tail(out: Tensor, passed: Tensor) -> bool:
-    """Whether all that happens to a linear map's output on its way into the block's [T, H] is a scale for
-    each token.
+@dataclass(frozen=True, eq=False)
+class _BlockRun:
+    """One run of a block: its output, inputs and outputs of its linear maps, and what the router did."""
+
+    out: Tensor  # [T, H]
+    inputs: dict[nn.Linear, Tensor]  # [T, S] each
+    outputs: dict[nn.Linear, Tensor]
+    router: RouterOutput | None
+
+
+def _is_tail(out: Tensor, output: Tensor) -> bool:
+    """Whether a linear map's output is only scaled, token by token, on its way into the block's, [T, H].
+
+    Then the derivative of the sum of all outputs is the scale in every channel, and that of a sum with
+    weights is the scale times these weights.
     """
-    if passed.shape[-1] != out.shape[-1] or passed.numel() != out.numel() or not passed.requires_grad:
+    if output.shape[-1] != out.shape[-1] or output.numel() != out.numel() or not output.requires_grad:
         return False
-    probe = torch.linspace(1, 2, out.shape[1], dtype=out.dtype, device=out.device)
-    slopes = partial(torch.autograd.grad, out, passed, retain_graph=True, allow_unused=True)
-    (ones,), (ramp,) = slopes(torch.ones_like(out)), slopes(probe.expand_as(out).contiguous())
-    if ones is None or ramp is None:
+    weights = torch.linspace(1, 2, out.shape[1], dtype=out.dtype, device=out.device)
+    derivative = partial(torch.autograd.grad, out, output, retain_graph=True, allow_unused=True)
+    (plain,), (weighted,) = derivative(torch.ones_like(out)), derivative(weights.expand_as(out).contiguous())
+    if plain is None or weighted is None:
         return False
-    ones, ramp = ones.flatten(0, -2), ramp.flatten(0, -2)  # [T, H]
-    scale = ones[:, :1]
-    return torch.allclose(ones, scale.expand_as(ones)) and torch.allclose(ramp, scale * probe)
+    plain, weighted = plain.flatten(0, -2), weighted.flatten(0, -2)  # [T, H]
+    scale = plain[:, :1]
+    return torch.allclose(plain, scale.expand_as(plain)) and torch.allclose(weighted, scale * weights)

@@ -3,32 +3,40 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from fairpruner.repair.regression import Choice
+from torch import nn
+
+from fairpruner.repair.regression import JudgedFit
 
 UNSEEN = "no convolution or matrix product was seen to use it as it is"
-ROUTED = "it lies inside one of several experts, each called on tokens of its own: 'merge' can mend those"
+ROUTED = "it lies inside one of several experts, each called on tokens of its own: 'merge' can repair those"
 NO_EXPERTS = "the plan removes no routed expert"
 USED_ELSEWHERE = "it is used for something else than a product as well"
-
-Outcome = Literal["repaired", "kept", "skipped"]
 
 
 @dataclass(frozen=True)
 class Note:
-    """One weight (or the whole model): `kept` as it was because the repair did not help, or `skipped`
-    because it could not be tried.
+    """What happened to one weight, one block or one method.
+
+    `kept`: a repair was tried and did not help. `skipped`: no repair could be tried.
     """
 
     subject: str
-    outcome: Outcome
+    outcome: Literal["repaired", "kept", "skipped"]
     reason: str
     error: float | None = None  # share of the squared output error that is left on held-out samples
 
     @staticmethod
-    def of(weight: str, choice: Choice) -> Note:
+    def of(subject: str, found: JudgedFit) -> Note:
         """How a fit went."""
-        if choice.fit is None:
-            return Note(weight, "kept", choice.reason)
-        return Note(weight, "repaired", choice.reason, choice.after / choice.before)
+        if found.fit is None:
+            return Note(subject, "kept", found.reason)
+        return Note(subject, "repaired", found.reason, found.after / found.before)
+
+
+class Repaired(NamedTuple):
+    """A repaired model, and what was done to each of its weights."""
+
+    model: nn.Module
+    notes: tuple[Note, ...]

@@ -1,34 +1,43 @@
-"""Convolutions and matrix products as they are called: every kind seen as one thing, rows of features
-times a matrix.
+"""Convolutions and matrix products, all seen as one thing: rows of features times a matrix.
+
+Take a 3x3 convolution of 5 channels, stride 1, padding 1, on 8x8 maps. Its output has one row for each
+sample and position. Row r of sample n at position (2, 0) reads the 9 input positions (1, -1) … (3, 1), of
+which those in column -1 are padding. So the row has 9 taps of 5 channels, 45 features, and the output is
+features [rows, 45] times the kernel as a matrix [45, outputs]. A linear layer is the same with one tap.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 
-from fairpruner.core.arrays import Ints
+from fairpruner.inputs.batches import Batch
 from fairpruner.inputs.tokens import counted_rows
 from fairpruner.models.weight_operations import ALIASES, TRANSPOSED_CONVOLUTION, WEIGHT_OPERATIONS
+from fairpruner.repair.regression import in_first_half
+from fairpruner.repair.tensors import Kept
 
-DEFAULTS = {"bias": None, "stride": 1, "padding": 0, "output_padding": 0, "dilation": 1, "groups": 1}
-SUMS = (torch.add, torch.Tensor.add, torch.Tensor.add_)
+_DEFAULTS = {"bias": None, "stride": 1, "padding": 0, "output_padding": 0, "dilation": 1, "groups": 1}
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Chosen rows of a product's output; the first `fitted` of them belong to the samples that are fitted."""
+
+    index: Tensor  # [rows], into the flattened batch and positions
+    fitted: int
 
 
 @dataclass(frozen=True, eq=False)
 class Product:
     """One call that multiplies its input with a named weight.
 
-    Seen as a matrix product it has G groups, each of p features (channels times kernel positions) and q
-    outputs.
+    As a matrix product it has G groups, each of c channels times taps features and q outputs.
     """
 
     name: str  # of the weight
@@ -37,8 +46,33 @@ class Product:
     arguments: Mapping[str, Any]
     read_dim: int  # the weight's dim that reads the input
 
+    @staticmethod
+    def of_call(
+        names: Mapping[int, str], function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Product | None:
+        """The product that a call is, or None; `names` are those of the model's tensors by id."""
+        operation = WEIGHT_OPERATIONS.get(function)
+        if operation is None:
+            return None
+        arguments: dict[str, Any] = {n: _DEFAULTS[n] for n in operation.arguments if n in _DEFAULTS}
+        arguments |= dict(zip(operation.arguments, args, strict=False))
+        arguments |= {ALIASES.get(name, name): value for name, value in kwargs.items()}
+        weight = arguments.get("weight")
+        if not isinstance(weight, Tensor) or "alpha" in arguments or "beta" in arguments:
+            return None
+        base = weight if weight._base is None else weight._base
+        name = names.get(id(base))
+        if name is None or base.ndim != weight.ndim or base.numel() != weight.numel():
+            return None
+        if len(operation.arguments) > 3 and arguments["input"].ndim != weight.ndim:
+            return None  # called without a batch dimension
+        # A transposed view reads along the other dim.
+        turned = weight.ndim == 2 and weight.stride() != base.stride()
+        return Product(name, base, function, arguments, 1 - operation.dim if turned else operation.dim)
+
     @property
     def source(self) -> Tensor:
+        """The input."""
         source: Tensor = self.arguments["input"]
         return source
 
@@ -58,7 +92,16 @@ class Product:
 
     @property
     def transposed(self) -> bool:
+        """Whether this is a transposed convolution."""
         return WEIGHT_OPERATIONS[self.function].arguments == TRANSPOSED_CONVOLUTION
+
+    @property
+    def write_dim(self) -> int:
+        """The weight's dim that writes the output."""
+        return 1 - self.read_dim
+
+    def without_input(self) -> Product:
+        return replace(self, arguments={k: v for k, v in self.arguments.items() if k != "input"})
 
     def run(self) -> Tensor:
         names = WEIGHT_OPERATIONS[self.function].arguments
@@ -69,197 +112,109 @@ class Product:
         """The weight, as it is stored, as a matrix for each group, [G, c, taps, q]."""
         if weight.ndim == 2:
             return (weight.t() if self.read_dim == 1 else weight)[None, :, None, :]
-        if self.transposed:
-            split: Tensor = weight.unflatten(0, (self.groups, -1))  # [G, c, q, *kernel]
-            return split.flip(tuple(range(3, split.ndim))).flatten(3).transpose(2, 3)
-        filters: Tensor = weight.unflatten(0, (self.groups, -1))  # [G, q, c, *kernel]
-        return filters.flatten(3).permute(0, 2, 3, 1)
+        split: Tensor = weight.unflatten(0, (self.groups, -1)).flatten(3)
+        # A transposed convolution stores [G, c, q, taps], any other [G, q, c, taps].
+        return split.transpose(2, 3) if self.transposed else split.permute(0, 2, 3, 1)
 
     def stored(self, matrix: Tensor, like: Tensor) -> Tensor:
-        """The inverse of `matrix`: the weight in the shape and type of `like`."""
+        """The inverse of `matrix`: the weight in the shape, type and device of `like`."""
         if like.ndim == 2:
             flat = matrix[0, :, 0]  # [c, q]
             return (flat.t() if self.read_dim == 1 else flat).to(like)
-        kernel = like.shape[2:]
-        if self.transposed:
-            split: Tensor = matrix.transpose(2, 3).unflatten(3, kernel)  # [G, c, q, *kernel]
-            return split.flip(tuple(range(3, split.ndim))).flatten(0, 1).to(like)
-        filters: Tensor = matrix.permute(0, 3, 1, 2).unflatten(3, kernel)  # [G, q, c, *kernel]
-        return filters.flatten(0, 1).to(like)
+        split = matrix.transpose(2, 3) if self.transposed else matrix.permute(0, 3, 1, 2)
+        weight: Tensor = split.unflatten(3, like.shape[2:]).flatten(0, 1)
+        return weight.to(like)
 
-    def rows(self, of: Tensor, inputs: Any) -> Tensor:
-        """The rows of this call's input or output that count, [rows]: all of them, but none of the
-        padding of a batch of texts.
-        """
+    def counted(self, of: Tensor, batch: Batch) -> Tensor:
+        """The rows of this call's input or output that count, [rows]: not the padding of texts."""
         total = of.numel() // of.shape[self.axis]
-        return counted_rows(total, inputs if self.axis == -1 else None, self.name).to(of.device)
+        return counted_rows(total, batch.inputs if self.axis == -1 else None, self.name)
 
-    def features(self, rows: Tensor) -> Tensor:
-        """What the chosen output positions read, [G, rows, c, taps]; `rows` index the flattened batch and
-        positions of the output.
-        """
-        source = self.source
+    def split(self, of: Tensor, rows: Tensor, batch: Batch) -> Rows:
+        """These rows [rows] of this call's input or output, those to be fitted first."""
+        first = in_first_half(rows, of.numel() // of.shape[self.axis], batch.size, batch.position)
+        return Rows(torch.cat([rows[first], rows[~first]]).to(of.device), int(first.sum()))
+
+    def features(self, rows: Rows) -> Tensor:
+        """What the chosen rows of the output read, [G, rows, taps, c]."""
+        channels_last = self.source.movedim(self.axis, -1)  # [N, *positions, C]
+        table = channels_last.reshape(-1, channels_last.shape[-1])
         if self.axis == -1:
-            return self.outputs(source, rows)[None, :, :, None]
-        dims = self.weight.ndim - 2
-        kernel = self.weight.shape[2:]
-        stride, dilation = (_tuple(self.arguments.get(name, 1), dims) for name in ("stride", "dilation"))
-        if self.transposed:
-            source, stride = _spread(source, stride, self.arguments, kernel, dilation), (1,) * dims
-        else:
-            source = F.pad(source, _padding(self.arguments.get("padding", 0), kernel, dilation))
-        windows = source  # [N, C, *positions, *kernel], a view
-        for d in range(dims):
-            windows = windows.unfold(2 + d, dilation[d] * (kernel[d] - 1) + 1, stride[d])
-            windows = windows[..., :: dilation[d]]
-        where = torch.unravel_index(rows, (windows.shape[0], *windows.shape[2 : 2 + dims]))
-        taken: Tensor = (
-            windows.movedim(1, 1 + dims)[where].flatten(2).unflatten(1, (self.groups, -1))
-        )  # [rows, G, c, taps]
-        return taken.transpose(0, 1)
+            return table[rows.index][None, :, None]
+        read, padding = self._read_positions(rows.index)  # [rows, taps]
+        found = table.index_select(0, read.flatten())  # [rows taps, C]
+        found.index_fill_(0, padding.flatten().nonzero()[:, 0], 0.0)
+        by_group = found.view(*read.shape, self.groups, -1)  # [rows, taps, G, c]
+        return by_group.permute(2, 0, 1, 3)
 
-    def outputs(self, out: Tensor, rows: Tensor) -> Tensor:
-        """The same rows of this call's output, or of anything of its shape, [rows, C]."""
-        last = out.movedim(self.axis, -1)
-        return last[torch.unravel_index(rows, last.shape[:-1])]
+    def outputs(self, out: Tensor, rows: Rows) -> Tensor:
+        """The chosen rows of this call's output, or of anything of its shape, [rows, C]."""
+        if self.axis == -1:
+            return out.reshape(-1, out.shape[-1])[rows.index]
+        by_position = out.flatten(2)  # [N, C, positions]
+        positions = by_position.shape[2]
+        return by_position[rows.index // positions, :, rows.index % positions]
 
-    @property
-    def write_dim(self) -> int:
-        """The weight's dim that writes the output."""
-        return 1 - self.read_dim
-
-    def kept_outputs(self, kept: Mapping[tuple[str, int], Ints]) -> Tensor:
-        """The channels of the output that a cut leaves, given what it leaves of the weight (this call is
-        the original's).
-        """
+    def kept_outputs(self, kept: Kept) -> Tensor:
+        """The output channels of this call of the original that a cut leaves."""
         read, written = self.weight.shape[self.read_dim], self.weight.shape[self.write_dim]
         indices = kept.get((self.name, self.write_dim), np.arange(written))
         if not self.transposed:
             return torch.from_numpy(indices)
-        # A transposed weight tells the outputs of one group, and its inputs tell which groups are left.
+        # A transposed convolution stores the outputs of one group; its inputs show which groups stay.
         groups = np.unique(kept.get((self.name, self.read_dim), np.arange(read)) // (read // self.groups))
         return torch.from_numpy((groups[:, None] * written + indices).reshape(-1))
 
-    def without_input(self) -> Product:
-        return replace(
-            self, arguments={name: value for name, value in self.arguments.items() if name != "input"}
-        )
+    def _read_positions(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The input row that each tap of an output row reads, and whether it is padding, [rows, taps]."""
+        sizes, kernel = self.source.shape[2:], self.weight.shape[2:]
+        outs = []
+        for size in reversed(self._output_sizes()):
+            outs.append(rows % size)
+            rows = rows // size
+        outs.reverse()
+        position = rows.view(-1, *[1] * len(kernel))  # so far the sample, [rows, 1, …]
+        padding = torch.zeros_like(position, dtype=torch.bool)
+        for dim, (out, size) in enumerate(zip(outs, sizes, strict=True)):
+            taps = torch.arange(kernel[dim], device=rows.device)
+            where, valid = self._read_coordinates(dim, out[:, None], taps)  # [rows, kernel]
+            valid &= (where >= 0) & (where < size)
+            shape = [len(rows), *(len(taps) if d == dim else 1 for d in range(len(kernel)))]
+            position = position * size + torch.where(valid, where, 0).view(shape)
+            padding = padding | ~valid.view(shape)
+        return position.flatten(1), padding.flatten(1)
 
+    def _read_coordinates(self, dim: int, out: Tensor, taps: Tensor) -> tuple[Tensor, Tensor]:
+        """The input coordinates along one dim that taps read, and whether there is one for each."""
+        stride, dilation = self._along("stride", dim), self._along("dilation", dim)
+        if not self.transposed:
+            where = out * stride - self._padding(dim) + taps * dilation
+            return where, torch.ones_like(where, dtype=torch.bool)
+        # Input i reaches the outputs i * stride - padding + tap * dilation.
+        scaled = out + self._padding(dim) - taps * dilation
+        return scaled.div(stride, rounding_mode="floor"), scaled % stride == 0
 
-def _tuple(value: Any, dims: int) -> tuple[int, ...]:
-    values = tuple(value) if isinstance(value, Sequence) else (value,)
-    return values * dims if len(values) == 1 else values
+    def _output_sizes(self) -> list[int]:
+        sizes, kernel = self.source.shape[2:], self.weight.shape[2:]
+        found = []
+        for dim, size in enumerate(sizes):
+            stride, reach = self._along("stride", dim), self._along("dilation", dim) * (kernel[dim] - 1)
+            if self.transposed:
+                rim = reach - 2 * self._padding(dim) + self._along("output_padding", dim)
+                found.append((size - 1) * stride + rim + 1)
+            else:
+                around = reach if self.arguments["padding"] == "same" else 2 * self._padding(dim)
+                found.append((size + around - reach - 1) // stride + 1)
+        return found
 
+    def _padding(self, dim: int) -> int:
+        """How far the padding reaches before the first position."""
+        if self.arguments["padding"] == "same":
+            return self._along("dilation", dim) * (self.weight.shape[2 + dim] - 1) // 2
+        return 0 if self.arguments["padding"] == "valid" else self._along("padding", dim)
 
-def _padding(padding: Any, kernel: Sequence[int], dilation: Sequence[int]) -> list[int]:
-    """The padding in the order F.pad wants it: last dimension first, before and after."""
-    if padding == "valid":
-        padding = 0
-    if padding == "same":
-        totals = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
-        sides = [(total // 2, total - total // 2) for total in totals]
-    else:
-        sides = [(p, p) for p in _tuple(padding, len(kernel))]
-    return list(chain.from_iterable(reversed(sides)))
-
-
-def _spread(
-    source: Tensor,
-    stride: Sequence[int],
-    arguments: Mapping[str, Any],
-    kernel: Sequence[int],
-    dilation: Sequence[int],
-) -> Tensor:
-    """The input whose plain convolution with the flipped kernel is the transposed one: zeros between,
-    then a rim.
-    """
-    dims = len(kernel)
-    padding, extra = (_tuple(arguments.get(name, 0), dims) for name in ("padding", "output_padding"))
-    sizes = [(n - 1) * s + 1 for n, s in zip(source.shape[2:], stride, strict=True)]
-    spread = source.new_zeros(*source.shape[:2], *sizes)
-    spread[(slice(None), slice(None), *(slice(None, None, s) for s in stride))] = source
-    rims = [d * (k - 1) - p for k, d, p in zip(kernel, dilation, padding, strict=True)]
-    return F.pad(
-        spread,
-        list(
-            chain.from_iterable(
-                (rim, rim + more) for rim, more in reversed(list(zip(rims, extra, strict=True)))
-            )
-        ),
-    )
-
-
-class Walk(TorchFunctionMode):
-    """Sees every product with a named weight, every batch norm and every sum of a forward pass, and may
-    change what they give.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.names = {id(t): name for name, t in chain(model.named_buffers(), model.named_parameters())}
-        self.sums = 0
-
-    def product(self, product: Product) -> Tensor:
-        return product.run()
-
-    def norm(self, source: Tensor, mean: str | None) -> None:
-        """A batch norm's input, and the name of its running mean."""
-
-    def sum(self, position: int, operands: list[Tensor], in_place: bool) -> None:
-        """The sum of two tensors of one shape, the position-th of this pass; `operands` may be replaced."""
-
-    def __torch_function__(
-        self,
-        function: Callable[..., Any],
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if function in WEIGHT_OPERATIONS:
-            product = self._product(function, args, kwargs)
-            if product is not None:
-                return self.product(product)
-        if (
-            function in SUMS
-            and not kwargs
-            and len(args) == 2
-            and all(isinstance(a, Tensor) for a in args)
-            and args[0].shape == args[1].shape
-        ):
-            operands, self.sums = list(args), self.sums + 1
-            self.sum(self.sums - 1, operands, function is torch.Tensor.add_)
-            args = operands
-        if function is F.batch_norm and len(args) > 1:
-            self.norm(args[0], self.names.get(id(args[1])))
-        return function(*args, **kwargs)
-
-    def _product(
-        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Product | None:
-        operation = WEIGHT_OPERATIONS[function]
-        defaults = {name: DEFAULTS[name] for name in operation.arguments if name in DEFAULTS}
-        arguments = (
-            defaults
-            | dict(zip(operation.arguments, args, strict=False))
-            | {ALIASES.get(k, k): v for k, v in kwargs.items()}
-        )
-        weight = arguments.get("weight")
-        if not isinstance(weight, Tensor):
-            return None
-        base = weight if weight._base is None else weight._base
-        name = self.names.get(id(base))
-        if len(operation.arguments) > 3 and arguments["input"].ndim != weight.ndim:
-            return None  # called without a batch dimension
-        if (
-            name is None
-            or base.ndim != weight.ndim
-            or base.numel() != weight.numel()
-            or "beta" in arguments
-            or "alpha" in arguments
-        ):
-            return None
-        turned = (
-            weight.ndim == 2 and weight.stride() != base.stride()
-        )  # a transposed view reads along the other dim
-        return Product(name, base, function, arguments, 1 - operation.dim if turned else operation.dim)
+    def _along(self, name: str, dim: int) -> int:
+        """An argument of a convolution along one of its dims."""
+        value = self.arguments[name]
+        values = tuple(value) if isinstance(value, Sequence) else (value,)
+        return int(values[dim if len(values) > 1 else 0])

@@ -1,25 +1,35 @@
-"""Damped least squares from summed products, with the damping chosen, and its use proven, on the other
-half of the samples.
+"""Damped least squares from sums over rows; one half of the samples is fitted, the other half judges.
+
+With features X [rows, p] and targets Y [rows, q] a fit is a slope B [p, q] and an offset b [q] that minimise
+
+    |X B + 1 bᵀ - Y|² + damping · size · |B|²
+
+where size is the mean variance of the features, so that the damping needs no unit. The solution needs only
+sums over the n rows. With the means x = Xᵀ1 / n and y = Yᵀ1 / n it is
+
+    (XᵀX - n x xᵀ + damping · size · I) B = XᵀY - n x yᵀ,     b = y - Bᵀx,
+
+and without an offset the same with x = y = 0. The squared error of a fit on other rows needs only their sums:
+
+    |X B + 1 bᵀ - Y|² = |Y|² + sum of B ∘ (XᵀX B - 2 XᵀY) + sum of b ∘ (n b - 2 Yᵀ1 + 2 Bᵀ Xᵀ1).
+
+So rows are seen batch by batch and forgotten.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-# Shares of the features' mean variance that are added to each: the first is for exact solutions, the last
-# for
-# few samples.
+from fairpruner.models.precision import widened
+
+# The first is for solutions that are exact, the last for very few samples.
 DAMPINGS = (1e-13, 1e-9, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
-
-ROUNDING = 1e-12
-
-
-def wide(tensor: Tensor) -> Tensor:
-    """Float64 as it is, everything narrower as float32."""
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
+MOST_TARGETS = 128  # on which a damping is chosen
+ROUNDING = 1e-12  # share of the features' squares that is taken for rounding where no feature varies
 
 
 def float64(tensor: Tensor) -> Tensor:
@@ -27,96 +37,12 @@ def float64(tensor: Tensor) -> Tensor:
     return tensor.to("cpu", torch.float64, copy=True)
 
 
-def first_half(rows: Tensor, total: int, samples: int, before: int) -> Tensor:
-    """Which rows, of `total` that lie sample by sample, belong to the samples that fit; the others prove.
-    `before` came earlier.
+def in_first_half(rows: Tensor, total: int, samples: int, position: int) -> Tensor:
+    """Which rows belong to samples that are fitted, bool [rows].
+
+    The rows index `total` rows of a batch of `samples`, sample after sample. The batch is the position-th.
     """
-    return (rows * samples // total + before) % 2 == 0
-
-
-@dataclass(frozen=True, eq=False)
-class Sums:
-    """Float64 sums on the CPU over rows of p features and q targets, in G groups: all that least squares
-    needs to know of them.
-    """
-
-    rows: int
-    gram: Tensor  # [G, p, p]
-    cross: Tensor  # [G, p, q]
-    square: Tensor  # [G], of all targets
-    features: Tensor  # [G, p], summed
-    targets: Tensor  # [G, q], summed
-
-    @staticmethod
-    def of(features: Tensor, targets: Tensor) -> Sums:
-        """From features [G, rows, p] and targets [G, rows, q]."""
-        features, targets = wide(features), wide(targets)
-        return Sums(
-            features.shape[1],
-            *map(
-                float64,
-                (
-                    features.mT @ features,
-                    features.mT @ targets,
-                    targets.square().sum((1, 2)),
-                    features.sum(1),
-                    targets.sum(1),
-                ),
-            ),
-        )
-
-    @property
-    def finite(self) -> bool:
-        """Whether the rows hold neither infinity nor NaN: each would show in these sums."""
-        return bool(self.gram.diagonal(dim1=1, dim2=2).isfinite().all() and self.square.isfinite().all())
-
-    def __add__(self, other: Sums) -> Sums:
-        return Sums(
-            self.rows + other.rows,
-            *(
-                getattr(self, f) + getattr(other, f)
-                for f in ("gram", "cross", "square", "features", "targets")
-            ),
-        )
-
-    def error(self, fit: Fit) -> float:
-        """The summed squared error of a fit on these rows."""
-        slope, offset = fit.slope, fit.offset
-        linear = (slope * (self.gram @ slope - 2 * self.cross)).sum((1, 2))
-        shift = (
-            offset * (self.rows * offset - 2 * self.targets + 2 * (self.features[:, None, :] @ slope)[:, 0])
-        ).sum(1)
-        return float((self.square + linear + shift).sum())
-
-    def fit(self, damping: float, with_offset: bool) -> Fit | None:
-        """The damped fit, or None if the damping is too small for a solution."""
-        gram, cross = self.gram, self.cross
-        floor = ROUNDING * gram.diagonal(dim1=1, dim2=2).mean(
-            1
-        )  # [G]: all that is left where every feature is constant
-        if with_offset:
-            mean = self.features / self.rows  # [G, p]
-            gram = gram - mean[:, :, None] * self.features[:, None, :]
-            cross = cross - mean[:, :, None] * self.targets[:, None, :]
-        size = (
-            gram.diagonal(dim1=1, dim2=2).mean(1).maximum(floor).clamp_min(torch.finfo(gram.dtype).tiny)
-        )  # [G]
-        damped = gram.clone()
-        damped.diagonal(dim1=1, dim2=2).add_((damping * size)[:, None])
-        factor, failed = torch.linalg.cholesky_ex(damped)
-        if failed.any():
-            return None
-        slope = torch.cholesky_solve(cross, factor)
-        offset = (
-            (self.targets - (self.features[:, None, :] @ slope)[:, 0]) / self.rows
-            if with_offset
-            else torch.zeros_like(self.targets)
-        )
-        return Fit(slope, offset) if torch.isfinite(slope).all() else None
-
-    def mean(self) -> Fit:
-        """The fit that is only an offset."""
-        return Fit(torch.zeros_like(self.cross), self.targets / self.rows)
+    return (rows * samples // total + position) % 2 == 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,62 +54,168 @@ class Fit:
 
 
 @dataclass(frozen=True, eq=False)
-class Choice:
-    """The fit to use, or None and why not, with the held-out errors of doing nothing and of the fit."""
+class NormalEquations:
+    """Float64 sums on the CPU over rows of p features and q targets, separately for G groups."""
+
+    rows: int
+    gram: Tensor  # XᵀX, [G, p, p]
+    cross: Tensor  # XᵀY, [G, p, q]
+    square: Tensor  # |Y|² of each target, [G, q]
+    features: Tensor  # Xᵀ1, [G, p]
+    targets: Tensor  # Yᵀ1, [G, q]
+
+    @staticmethod
+    def of(features: Tensor, targets: Tensor) -> NormalEquations:
+        """From features [G, rows, p] and targets [G, rows, q]."""
+        features, targets = widened(features), widened(targets)
+        return NormalEquations(
+            features.shape[1],
+            gram=float64(features.mT @ features),
+            cross=float64(features.mT @ targets),
+            square=float64(targets.square().sum(1)),
+            features=float64(features.sum(1)),
+            targets=float64(targets.sum(1)),
+        )
+
+    def __add__(self, other: NormalEquations) -> NormalEquations:
+        return NormalEquations(
+            self.rows + other.rows,
+            self.gram + other.gram,
+            self.cross + other.cross,
+            self.square + other.square,
+            self.features + other.features,
+            self.targets + other.targets,
+        )
+
+    @property
+    def finite(self) -> bool:
+        """Whether the rows hold neither infinity nor NaN: each would show in these sums."""
+        return bool(self.gram.diagonal(dim1=1, dim2=2).isfinite().all() and self.square.isfinite().all())
+
+    def some_targets(self) -> NormalEquations:
+        """The same for at most MOST_TARGETS targets, evenly spread."""
+        step = -(-self.cross.shape[2] // MOST_TARGETS)
+        return replace(
+            self,
+            cross=self.cross[:, :, ::step],
+            square=self.square[:, ::step],
+            targets=self.targets[:, ::step],
+        )
+
+    def error(self, fit: Fit) -> float:
+        """The squared error of a fit, summed over these rows."""
+        slope, offset = fit.slope, fit.offset
+        of_slope = (slope * (self.gram @ slope - 2 * self.cross)).sum(1)  # [G, q]
+        predicted = (self.features[:, None] @ slope)[:, 0]  # [G, q]
+        of_offset = offset * (self.rows * offset - 2 * self.targets + 2 * predicted)
+        return float((self.square + of_slope + of_offset).sum())
+
+    def error_of_nothing(self) -> float:
+        """The squared error of predicting zero."""
+        return float(self.square.sum())
+
+    def solve(self, dampings: Iterable[float], with_offset: bool) -> Iterator[Fit | None]:
+        """The fit for each damping, or None if that is too small for a solution in float64."""
+        gram, cross = self.gram, self.cross
+        least_size = ROUNDING * _mean_of_diagonal(gram)
+        if with_offset:
+            mean = self.features / self.rows  # [G, p]
+            gram = gram - mean[:, :, None] * self.features[:, None, :]
+            cross = cross - mean[:, :, None] * self.targets[:, None, :]
+        size = _mean_of_diagonal(gram).maximum(least_size).clamp_min(torch.finfo(gram.dtype).tiny)
+        diagonal, damped = gram.diagonal(dim1=1, dim2=2), gram.clone()
+        for damping in dampings:
+            damped.diagonal(dim1=1, dim2=2).copy_(diagonal + (damping * size)[:, None])
+            factor, failed = torch.linalg.cholesky_ex(damped)
+            slope = torch.cholesky_solve(cross, factor)
+            offset = torch.zeros_like(self.targets)
+            if with_offset:
+                offset = (self.targets - (self.features[:, None] @ slope)[:, 0]) / self.rows
+            yield None if failed.any() or not slope.isfinite().all() else Fit(slope, offset)
+
+    def mean(self) -> Fit:
+        """The fit that is only an offset."""
+        return Fit(torch.zeros_like(self.cross), self.targets / self.rows)
+
+
+def _mean_of_diagonal(gram: Tensor) -> Tensor:
+    return gram.diagonal(dim1=1, dim2=2).mean(1)  # [G]
+
+
+@dataclass(frozen=True, eq=False)
+class Halves:
+    """The equations of the samples that are fitted, and of those that judge the fit."""
+
+    fitted: NormalEquations
+    judging: NormalEquations
+
+    @staticmethod
+    def of(features: Tensor, targets: Tensor, fitted: int) -> Halves:
+        """From features [G, rows, p] and targets [G, rows, q] of which the first `fitted` rows are fitted."""
+        return Halves(
+            NormalEquations.of(features[:, :fitted], targets[:, :fitted]),
+            NormalEquations.of(features[:, fitted:], targets[:, fitted:]),
+        )
+
+    def __add__(self, other: Halves) -> Halves:
+        return Halves(self.fitted + other.fitted, self.judging + other.judging)
+
+    @property
+    def obstacle(self) -> str:
+        """Why nothing can be fitted and judged, or nothing."""
+        if not (self.fitted.finite and self.judging.finite):
+            return "its inputs or outputs hold numbers that are not finite: compute in float32 or bfloat16"
+        if not (self.fitted.rows and self.judging.rows):
+            return "a single sample leaves none to judge a fit with"
+        return ""
+
+
+@dataclass(frozen=True, eq=False)
+class JudgedFit:
+    """A fit of all rows, or None and why not, with squared errors on the judging half before and after."""
 
     fit: Fit | None
     before: float
     after: float
     reason: str
+    damping: int = 0  # place in DAMPINGS
 
 
-def choose(halves: tuple[Sums, Sums], with_offset: bool) -> Choice:
-    """Fit all rows with the damping under which a fit of the first half does best on the second; None if
-    none beats doing nothing.
+def judged_fit(halves: Halves, with_offset: bool, *, near: int | None = None) -> JudgedFit:
+    """Fit all rows with the damping under which a fit of one half does best on the other.
+
+    No fit is returned unless the best one beats predicting zero. With `near`, only the dampings beside that
+    one, and the smallest, are tried. Of many targets, some stand for all until the damping is chosen.
     """
-    first, second = halves
-    best, after = None, _nothing(second)
-    for damping in DAMPINGS if _can_prove(halves) else ():
-        fit = first.fit(damping, with_offset)
-        error = second.error(fit) if fit is not None else after
+    fitted, judging = halves.fitted.some_targets(), halves.judging.some_targets()
+    before = judging.error_of_nothing()
+    if halves.obstacle:
+        return JudgedFit(None, before, before, halves.obstacle)
+    places = [p for p in range(len(DAMPINGS)) if near is None or p == 0 or abs(p - near) <= 1]
+    best, after = None, before
+    for place, trial in zip(places, fitted.solve((DAMPINGS[p] for p in places), with_offset), strict=True):
+        error = before if trial is None else max(judging.error(trial), 0.0)
         if error < after:
-            best, after = damping, max(error, 0.0)
-    fit = None if best is None else (first + second).fit(best, with_offset)
-    return _choice(
-        halves,
-        fit,
-        after,
-        "fitted" if with_offset else "fitted without an offset: no bias and no batch norm takes one",
-    )
+            best, after = place, error
+    fit = None
+    if best is not None:
+        (fit,) = (halves.fitted + halves.judging).solve([DAMPINGS[best]], with_offset)
+    if best is None or fit is None:
+        return JudgedFit(None, before, before, _USELESS)
+    reason = "fitted" if with_offset else f"fitted without an offset: {_NO_OFFSET}"
+    return JudgedFit(fit, before, after, reason, best)
 
 
-def choose_mean(halves: tuple[Sums, Sums], with_offset: bool) -> Choice:
-    """The offset alone, under the same proof."""
-    first, second = halves
-    if not with_offset:
-        return Choice(None, _nothing(second), _nothing(second), "no bias and no batch norm takes an offset")
-    after = second.error(first.mean()) if _can_prove(halves) else _nothing(second)
-    helps = after < _nothing(second)
-    return _choice(halves, (first + second).mean() if helps else None, after, "fitted")
+def judged_mean(halves: Halves, with_offset: bool) -> JudgedFit:
+    """The offset alone, judged in the same way."""
+    before = halves.judging.error_of_nothing()
+    if halves.obstacle or not with_offset:
+        return JudgedFit(None, before, before, halves.obstacle or _NO_OFFSET)
+    after = halves.judging.error(halves.fitted.mean())
+    if after >= before:
+        return JudgedFit(None, before, before, _USELESS)
+    return JudgedFit((halves.fitted + halves.judging).mean(), before, after, "fitted")
 
 
-def _nothing(sums: Sums) -> float:
-    """The error of no repair at all."""
-    return float(sums.square.sum())
-
-
-def _can_prove(halves: tuple[Sums, Sums]) -> bool:
-    return all(half.rows > 0 and half.finite for half in halves)
-
-
-def _choice(halves: tuple[Sums, Sums], fit: Fit | None, after: float, reason: str) -> Choice:
-    before = _nothing(halves[1])
-    if fit is not None:
-        return Choice(fit, before, after, reason)
-    if not all(half.finite for half in halves):
-        reason = "its inputs or outputs hold numbers that are not finite: compute in float32 or bfloat16"
-    elif not all(half.rows for half in halves):
-        reason = "a single sample leaves none to prove a fit with"
-    else:
-        reason = "no fit of one half of the samples does better than the cut on the other"
-    return Choice(None, before, before, reason)
+_USELESS = "no fit of one half of the samples does better than the cut on the other"
+_NO_OFFSET = "no bias and no batch norm takes one"

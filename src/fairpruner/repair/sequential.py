@@ -1,94 +1,94 @@
-"""Refit the weights of a cut model in the order they are called, against the original model run beside
-it.
+"""Refit the weights of a cut model in the order they are called, against the original model run beside it.
 
-Both models run over each batch once. Where a weight is called in the cut model, what it reads there, with
-all the drift that earlier weights left, is fitted to what the original gives at the same place; and where
-the output runs into a sum, to the original's sum, so that the refit also makes up for the drift of the
-other operand. The forward pass then goes on with the new weight. Sums over rows are kept from batch to
-batch, so each batch makes all fits better. Sums that would not fit into memory together are taken one
-stretch of weights after the other, in a sweep over the data each.
+Both models run over each batch once. A weight of the cut model reads X, its input there, with all the error
+that earlier weights left. It is refitted so that X gives what the original gives in the same place. The
+forward pass goes on with the new weight. Sums over rows are kept from batch to batch, so each batch
+improves all fits. If the sums of all weights do not fit into memory, one group of weights is refitted after
+the other, in one sweep over the data each.
+
+**Outputs that arrive at an addition.** Let the output y = X W of a weight be scaled and shifted channel by
+channel (by a batch norm, say) and added to a residual stream: z = s ∘ y + t + r. The original has z* there. A
+refit towards the original's y* would leave the error of r. A refit towards z* undoes it: it asks for a
+change d of y with
+
+    s ∘ (y + d) + t + r = z*,     so     d = (z* - (s ∘ y + t) - r) / s.
+
+Both operands of the addition are seen, (s ∘ y + t) and r. The scale s is the slope of the one over y. A
+channel with s = 0 cannot change z and asks for nothing. Example: y = 2, s = 3, t = 1 and r = 4 give z = 11.
+If the original has z* = 14, then d = (14 - 7 - 4) / 3 = 1, and indeed 3 · (2 + 1) + 1 + 4 = 14.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from enum import Enum
 
 import torch
 from torch import Tensor, nn
 
-from fairpruner.core.arrays import Ints
-from fairpruner.core.plan import Plan
 from fairpruner.inputs.batches import Batch, forward
 from fairpruner.models.experts import expert_lists
+from fairpruner.models.precision import widened
+from fairpruner.repair.interceptor import Interceptor
+from fairpruner.repair.job import Job
 from fairpruner.repair.notes import ROUTED, UNSEEN, USED_ELSEWHERE, Note
-from fairpruner.repair.products import Product, Walk
-from fairpruner.repair.regression import Choice, Fit, Sums, choose, first_half, float64, wide
-from fairpruner.repair.wiring import Offset, Sum, Wire, kept_by_place, straight_line, tensors_by_name
+from fairpruner.repair.products import Product, Rows
+from fairpruner.repair.regression import Fit, Halves, JudgedFit, float64, judged_fit
+from fairpruner.repair.tensors import Kept, kept_by_dim, tensors_by_name
+from fairpruner.repair.weight_uses import WeightUse, channel_scale, find_weight_uses
 
-POSITIONS = 32  # rows taken of each sample: neighbours tell little more
-MOST_SUMS = 2**26  # numbers kept at once
-TOO_MANY_SUMS = f"its sums hold more than {MOST_SUMS} numbers"
-
-Kept = Mapping[tuple[str, int], Ints]
+POSITIONS = 32  # rows taken of each sample: neighbouring positions add little
+MOST_NUMBERS = 2**26  # in the sums of one half of the samples that are held at once
+TOO_LARGE = f"its sums hold more than {MOST_NUMBERS} numbers"
 
 
-def refit(
-    small: nn.Module,
-    model: nn.Module,
-    plan: Plan,
-    sweep: Callable[[], Iterable[Batch]],
-    wires: Mapping[str, Wire],
-) -> list[Note]:
-    """Refit every weight of `small` from the first that lost units onwards."""
-    if lists := expert_lists(
-        model
-    ):  # which of them work, and so what is added up where, is another matter in each model
+def refit(job: Job) -> list[Note]:
+    """Refit every weight of the cut model from the first that lost units onwards."""
+    # Which experts of a list are called, and so what is added where, differs between the two models.
+    if lists := expert_lists(job.model):
         return [Note(path, "skipped", ROUTED) for path in lists]
-    lost = {
-        part.tensor for space in plan.spaces if plan.removed[space.name] for part in space.slices_of("read")
-    }
-    notes = [Note(name, "skipped", UNSEEN) for name in sorted(lost - set(wires))]
-    order = list(wires)
-    start = min((order.index(name) for name in lost & set(wires)), default=len(order))
-    obstacles = {name: _obstacle(wires[name]) for name in order[start:]}
+    uses = find_weight_uses(job.model, next(job.read()))
+    plan = job.plan
+    lost = {part.tensor for s in plan.spaces if plan.removed[s.name] for part in s.slices_of("read")}
+    notes = [Note(name, "skipped", UNSEEN) for name in sorted(lost - set(uses))]
+    order = list(uses)
+    start = min((order.index(name) for name in lost & set(uses)), default=len(order))
+    obstacles = {name: _obstacle(uses[name]) for name in order[start:]}
     notes += [Note(name, "skipped", reason) for name, reason in obstacles.items() if reason]
-    waiting = {name: wires[name] for name, reason in obstacles.items() if not reason}
+    waiting = {name: uses[name] for name, reason in obstacles.items() if not reason}
     while waiting:
-        stretch = _refit_stretch(small, model, waiting, kept_by_place(plan), sweep())
-        if not stretch:  # the data takes another way through the model than its first samples
+        group = _refit_group(job, waiting)
+        if not group:  # the data takes another way through the model than its first samples
             return notes + [Note(name, "skipped", UNSEEN) for name in waiting]
         notes += [
-            Note.of(name, refit.choice) if refit.choice else Note(name, "skipped", TOO_MANY_SUMS)
-            for name, refit in stretch.items()
+            Note(name, "skipped", TOO_LARGE) if one.found is None else Note.of(name, one.found)
+            for name, one in group.items()
         ]
-        waiting = {name: wire for name, wire in waiting.items() if name not in stretch}
+        waiting = {name: use for name, use in waiting.items() if name not in group}
     return notes
 
 
-def _refit_stretch(
-    small: nn.Module, model: nn.Module, wires: Mapping[str, Wire], kept: Kept, batches: Iterable[Batch]
-) -> dict[str, _Refit]:
-    """Refit the first of these weights, as many as have room for their sums."""
-    stretch = _Stretch()
-    for count, (batch, last) in enumerate(_with_last(batches), start=1):
-        original = _Original(model, wires, kept, batch)
-        with original:
-            forward(model, batch)
-        # Solving after 1, 2, 4, … batches is often enough: from one batch to the next a fit changes
-        # little.
-        with _Follow(small, wires, original.places, stretch, solve=last or count & (count - 1) == 0):
-            forward(small, batch)
-        stretch.full = True
-    return stretch.refits
-
-
-def _obstacle(wire: Wire) -> str:
+def _obstacle(use: WeightUse) -> str:
     """Why a weight is not refitted, or nothing."""
-    if not wire.only_multiplies:
+    if not use.only_multiplies:
         return USED_ELSEWHERE
-    return f"it is called {wire.calls} times, and a refit fits one place" if wire.calls > 1 else ""
+    return f"it is called {use.calls} times, and a refit fits one place" if use.calls > 1 else ""
+
+
+def _refit_group(job: Job, uses: Mapping[str, WeightUse]) -> dict[str, _Refit]:
+    """Refit the first of these weights in one sweep, as many as there is room for."""
+    group, kept = _Group(), kept_by_dim(job.plan)
+    for count, (batch, last) in enumerate(_with_last(job.read()), start=1):
+        original = _OriginalPass(job.model, uses, kept, batch)
+        with original:
+            forward(job.model, batch)
+        # Solving after 1, 2, 4, … batches is often enough: from one batch to the next a fit changes little.
+        solve = _Solve.LAST if last else _Solve.NOW if count & (count - 1) == 0 else _Solve.LATER
+        with _CutPass(job.small, uses, original.targets, group, solve):
+            forward(job.small, batch)
+        group.complete = True
+    return group.refits
 
 
 def _with_last(batches: Iterable[Batch]) -> Iterator[tuple[Batch, bool]]:
@@ -102,196 +102,214 @@ def _with_last(batches: Iterable[Batch]) -> Iterator[tuple[Batch, bool]]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Place:
-    """What the original gives at the chosen rows of one weight's output, or of the sum it runs into."""
+class _Target:
+    """What the original has in chosen rows of one weight's output, or of the addition where it arrives."""
 
-    rows: Tensor  # [rows]
-    first_half: Tensor  # [rows], bool: the samples that fit; the others prove
+    rows: Rows
     values: Tensor  # [rows, kept outputs]
 
 
-class _Original(Walk):
-    """Takes rows of the original's outputs and sums."""
+class _OriginalPass(Interceptor):
+    """Takes the targets of all weights from the original model."""
 
-    def __init__(self, model: nn.Module, wires: Mapping[str, Wire], kept: Kept, batch: Batch) -> None:
+    def __init__(self, model: nn.Module, uses: Mapping[str, WeightUse], kept: Kept, batch: Batch) -> None:
         super().__init__(model)
-        self._wires, self._kept, self._batch = wires, kept, batch
+        self._uses, self._kept, self._batch = uses, kept, batch
         self._generator = torch.Generator().manual_seed(batch.position)
-        self._waiting: dict[int, tuple[Product, Tensor]] = {}  # sum -> who runs into it, and its rows
-        self.places: dict[str, _Place] = {}
+        self._arriving: dict[int, tuple[Product, Rows]] = {}  # by the number of the addition
+        self.targets: dict[str, _Target] = {}
 
     def product(self, product: Product) -> Tensor:
         out = product.run()
-        if product.name in self._wires:
-            total = out.numel() // out.shape[product.axis]
-            rows = product.rows(out, self._batch.inputs)
-            chosen = (
-                torch.randperm(len(rows), generator=self._generator)[: self._batch.size * POSITIONS]
-                .sort()
-                .values
-            )
-            rows = rows[chosen.to(rows.device)]
-            into = self._wires[product.name].sum
-            if into is None:
-                self._put(product, rows, product.outputs(out, rows), total)
+        if product.name in self._uses:
+            rows = product.split(out, self._chosen(product.counted(out, self._batch)), self._batch)
+            addition = self._uses[product.name].addition
+            if addition is None:
+                self._take(product, rows, widened(product.outputs(out, rows)))
             else:
-                self._waiting[into.position] = (product, rows)
+                self._arriving[addition.number] = product, rows
         return out
 
-    def sum(self, position: int, operands: list[Tensor], in_place: bool) -> None:
-        if position in self._waiting:
-            product, rows = self._waiting.pop(position)
-            first, second = (wide(product.outputs(operand, rows)) for operand in operands)
-            self._put(product, rows, first + second, operands[0].numel() // operands[0].shape[product.axis])
+    def addition(self, number: int, operands: list[Tensor], in_place: bool) -> None:
+        if number in self._arriving:
+            product, rows = self._arriving.pop(number)
+            one, other = (widened(product.outputs(operand, rows)) for operand in operands)
+            self._take(product, rows, one + other)
 
-    def _put(self, product: Product, rows: Tensor, values: Tensor, total: int) -> None:
+    def _chosen(self, rows: Tensor) -> Tensor:
+        """POSITIONS rows of each sample on average: one at random of each of as many equal stretches."""
+        wanted = min(len(rows), self._batch.size * POSITIONS)
+        random = torch.rand(wanted, generator=self._generator, dtype=torch.float64)
+        places = (torch.arange(wanted) + random) * (len(rows) / max(wanted, 1))
+        return rows[places.long().clamp_max(len(rows) - 1)]
+
+    def _take(self, product: Product, rows: Rows, values: Tensor) -> None:
         keep = product.kept_outputs(self._kept).to(values.device)
-        self.places[product.name] = _Place(
-            rows, first_half(rows, total, self._batch.size, self._batch.position), wide(values[:, keep])
-        )
+        self.targets[product.name] = _Target(rows, values[:, keep])
 
 
 class _Refit:
-    """One weight of the cut model: as it was, the sums so far, and the fit in use."""
+    """One weight of the cut model: as it was, the sums so far, and the change of it that is in use."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], product: Product, offset: Offset | None) -> None:
-        self._weight, self._stored, self._offset = (
-            product.weight,
-            partial(product.without_input().stored, like=product.weight),
-            offset,
+    def __init__(self, small: Mapping[str, Tensor], product: Product, use: WeightUse) -> None:
+        self._product, self._offset = product.without_input(), use.offset
+        matrix = product.matrix(float64(product.weight.detach()))  # [G, c, taps, q]
+        self._channels, self._taps = matrix.shape[1:3]
+        self._before = Fit(
+            matrix.transpose(1, 2).flatten(1, 2),  # [G, taps c, q]
+            torch.zeros(len(matrix), matrix.shape[3], dtype=torch.float64)
+            if product.bias is None
+            else float64(product.bias.detach()).view(len(matrix), -1),
         )
-        self._constant = None if offset is None else tensors[offset.tensor]
-        self._weight_before = product.matrix(float64(product.weight.detach()))  # [G, c, taps, q]
+        self._constant = None if use.offset is None else small[use.offset.tensor]
         self._constant_before = None if self._constant is None else float64(self._constant.detach())
-        groups, channels, taps, outputs = self._weight_before.shape
-        self._fit = Fit(
-            torch.zeros(groups, channels * taps, outputs).to(self._weight_before),
-            torch.zeros(groups, outputs).to(self._weight_before),
-        )
-        self._halves: tuple[Sums, Sums] | None = None
-        self.choice: Choice | None = None
-        self.size = channels * taps * max(channels * taps, outputs) * groups  # numbers in its sums
+        self._nothing = Fit(torch.zeros_like(self._before.slope), torch.zeros_like(self._before.offset))
+        self._change = self._nothing
+        self._halves: Halves | None = None
+        self.found: JudgedFit | None = None
+        groups, features, outputs = self._before.slope.shape
+        self.numbers = groups * features * max(features, outputs)  # in its sums
+
+    def before(self, features: Tensor) -> Tensor:
+        """What the weight as it was gives for features [G, rows, p]: [rows, outputs]."""
+        return _applied(self._before, features)
+
+    def change(self, features: Tensor) -> Tensor:
+        """What the change that is in use adds to that."""
+        return _applied(self._change, features)
 
     @property
-    def unseen_offset(self) -> Tensor:
-        """What a running mean behind the output adds to it by now, [outputs]; a bias is in the output
-        itself.
-        """
+    def hidden_offset(self) -> Tensor:
+        """The part of the change that a running mean behind the output adds, [outputs]."""
         hidden = self._offset is not None and self._offset.sign < 0
-        return self._fit.offset.flatten() if hidden else torch.zeros_like(self._fit.offset).flatten()
+        return (self._change if hidden else self._nothing).offset.flatten()
 
-    def see(self, product: Product, place: _Place, error: Tensor) -> None:
-        """Add rows: what the weight reads, and by how much its output, as it is now, misses, [rows,
-        outputs].
-        """
-        features = wide(product.features(place.rows).flatten(2))  # [G, rows, p]
-        groups = features.shape[0]
-        now = features @ self._fit.slope.to(features) + self._fit.offset[:, None].to(features)
-        missing = (
-            error.unflatten(1, (groups, -1)).transpose(0, 1) + now
-        )  # by the weight as it was: [G, rows, q]
-        new = tuple(
-            Sums.of(features[:, half], missing[:, half]) for half in (place.first_half, ~place.first_half)
-        )
-        self._halves = (
-            (new[0], new[1]) if self._halves is None else (self._halves[0] + new[0], self._halves[1] + new[1])
-        )
+    def add(self, features: Tensor, missing: Tensor, fitted: int) -> None:
+        """Add rows: features [G, rows, p], and what the weight as it was misses, [rows, outputs]."""
+        by_group = missing.unflatten(1, (len(features), -1)).transpose(0, 1)  # [G, rows, q]
+        new = Halves.of(features, by_group, fitted)
+        self._halves = new if self._halves is None else self._halves + new
 
-    def solve(self) -> None:
-        """Put the best weight so far into the model."""
+    def solve(self, last: bool) -> None:
+        """Put the best weight so far into the model; only the first and the last time try all dampings."""
         assert self._halves is not None
-        self.choice = choose(self._halves, self._offset is not None)
-        self._fit = self.choice.fit or Fit(
-            torch.zeros_like(self._fit.slope), torch.zeros_like(self._fit.offset)
-        )
+        near = None if last or self.found is None else self.found.damping
+        self.found = judged_fit(self._halves, self._offset is not None, near=near)
+        self._change = self.found.fit or self._nothing
+        slope = self._before.slope + self._change.slope
+        matrix = slope.unflatten(1, (self._taps, self._channels)).transpose(1, 2)  # [G, c, taps, q]
+        weight = self._product.weight
         with torch.no_grad():
-            self._weight.copy_(
-                self._stored(
-                    self._weight_before + self._fit.slope.unflatten(1, self._weight_before.shape[1:3])
-                )
-            )
+            weight.copy_(self._product.stored(matrix, like=weight))
             if self._offset is not None and self._constant is not None and self._constant_before is not None:
-                self._constant.copy_(self._constant_before + self._offset.sign * self._fit.offset.flatten())
+                self._constant.copy_(
+                    self._constant_before + self._offset.sign * self._change.offset.flatten()
+                )
 
 
-class _Stretch:
-    """The refits that are under way; a first batch adds to them until there is no room for another."""
+def _applied(fit: Fit, features: Tensor) -> Tensor:
+    """A fit applied to features [G, rows, p]: [rows, outputs]."""
+    given = features @ fit.slope.to(features) + fit.offset[:, None].to(features)  # [G, rows, q]
+    return given.transpose(0, 1).flatten(1)
+
+
+class _Group:
+    """The weights that are refitted in one sweep; the first batch adds them until there is no more room."""
 
     def __init__(self) -> None:
         self.refits: dict[str, _Refit] = {}
-        self.full = False
-        self._room = MOST_SUMS
+        self.complete = False
+        self._room = MOST_NUMBERS
 
-    def at(self, name: str, make: Callable[[], _Refit]) -> _Refit | None:
-        """The refit of the weight that is called now; None if it has no part in this stretch."""
-        if not self.full and name not in self.refits:
-            new = make()
-            alone = new.size > MOST_SUMS  # no stretch has room for it: it is only named
-            self.full = not alone and new.size > self._room
-            if not self.full:
-                self.refits[name] = new
-                self._room -= 0 if alone else new.size
-        found = self.refits.get(name)
-        return found if found is not None and found.size <= MOST_SUMS else None
+    def refit_of(self, product: Product, small: Mapping[str, Tensor], use: WeightUse) -> _Refit | None:
+        """The refit of the weight that is called now; None if it is not refitted in this sweep."""
+        if not self.complete and product.name not in self.refits:
+            new = _Refit(small, product, use)
+            if new.numbers > MOST_NUMBERS:  # no sweep has room for it: it is only named
+                self.refits[product.name] = new
+            elif new.numbers > self._room:
+                self.complete = True
+            else:
+                self.refits[product.name] = new
+                self._room -= new.numbers
+        found = self.refits.get(product.name)
+        return found if found is not None and found.numbers <= MOST_NUMBERS else None
 
 
-class _Follow(Walk):
-    """Runs the cut model, refitting each weight as it is reached."""
+@dataclass(frozen=True, eq=False)
+class _Arriving:
+    """A weight whose output is on its way to an addition."""
+
+    product: Product
+    refit: _Refit
+    out: Tensor
+    features: Tensor  # [G, rows, p], taken before anything can change the input in place
+    outputs: Tensor  # [rows, outputs], the same for the output
+    side: int
+
+
+class _Solve(Enum):
+    """Whether the weights are solved for in a batch."""
+
+    LATER = 0
+    NOW = 1
+    LAST = 2
+
+
+class _CutPass(Interceptor):
+    """Runs the cut model, and refits each weight when it is called."""
 
     def __init__(
         self,
         small: nn.Module,
-        wires: Mapping[str, Wire],
-        places: Mapping[str, _Place],
-        stretch: _Stretch,
-        *,
-        solve: bool,
+        uses: Mapping[str, WeightUse],
+        targets: Mapping[str, _Target],
+        group: _Group,
+        solve: _Solve,
     ) -> None:
         super().__init__(small)
-        self._tensors, self._wires, self._places, self._stretch, self._solve = (
-            tensors_by_name(small),
-            wires,
-            places,
-            stretch,
-            solve,
-        )
-        self._waiting: dict[int, tuple[Product, Tensor, Sum]] = {}
+        self._tensors, self._uses, self._targets = tensors_by_name(small), uses, targets
+        self._group, self._solve = group, solve
+        self._arriving: dict[int, _Arriving] = {}  # by the number of the addition
 
     def product(self, product: Product) -> Tensor:
+        use, target = self._uses.get(product.name), self._targets.get(product.name)
+        if use is None or target is None:
+            return product.run()
+        refit = self._group.refit_of(product, self._tensors, use)
+        if refit is None:
+            return product.run()
+        features = widened(product.features(target.rows).flatten(2))  # [G, rows, p]
+        if use.addition is None:
+            refit.add(features, target.values - refit.before(features), target.rows.fitted)
+            if self._solve is not _Solve.LATER:
+                refit.solve(last=self._solve is _Solve.LAST)
+            return product.run()
         out = product.run()
-        if product.name not in self._wires:
-            return out
-        wire = self._wires[product.name]
-        one, place = (
-            self._stretch.at(product.name, lambda: _Refit(self._tensors, product, wire.offset)),
-            self._places[product.name],
-        )
-        if one is None:
-            return out
-        if wire.sum is not None:
-            self._waiting[wire.sum.position] = (product, out, wire.sum)
-            return out
-        given = wide(product.outputs(out, place.rows))
-        one.see(product, place, place.values - given - one.unseen_offset.to(given))
-        if not self._solve:
-            return out
-        one.solve()
-        return product.run()
+        outputs = widened(product.outputs(out, target.rows))
+        arriving = _Arriving(product, refit, out, features, outputs, use.addition.side)
+        self._arriving[use.addition.number] = arriving
+        return out
 
-    def sum(self, position: int, operands: list[Tensor], in_place: bool) -> None:
-        if position not in self._waiting:
+    def addition(self, number: int, operands: list[Tensor], in_place: bool) -> None:
+        arriving = self._arriving.pop(number, None)
+        if arriving is None:
             return
-        product, out, (_, side) = self._waiting.pop(position)
-        one, place = self._stretch.refits[product.name], self._places[product.name]
-        own, other = (wide(product.outputs(operands[s], place.rows)) for s in (side, 1 - side))
-        slope, _ = straight_line(wide(product.outputs(out, place.rows)), own)  # [outputs]
-        drift = place.values - own - other
-        one.see(product, place, torch.where(slope != 0, drift / slope, 0.0))
-        if not self._solve:
+        product, refit, side = arriving.product, arriving.refit, arriving.side
+        target = self._targets[product.name]
+        own, other = (widened(product.outputs(operands[s], target.rows)) for s in (side, 1 - side))
+        scale = channel_scale(arriving.outputs, own)  # [outputs]
+        missing = torch.where(scale != 0, (target.values - own - other) / scale, 0.0)
+        missing += refit.change(arriving.features)  # by the weight as it was
+        refit.add(arriving.features, missing, target.rows.fitted)
+        if self._solve is _Solve.LATER:
             return
-        before = one.unseen_offset
-        one.solve()
-        shape = [-1 if axis == product.axis % out.ndim else 1 for axis in range(out.ndim)]
-        change = product.run() - out + (one.unseen_offset - before).to(out).view(shape)
-        change = change * slope.to(out).view(shape)
+        hidden_before = refit.hidden_offset
+        refit.solve(last=self._solve is _Solve.LAST)
+        by_channel = [1] * arriving.out.ndim
+        by_channel[product.axis] = -1
+        change = product.run() - arriving.out
+        change += (refit.hidden_offset - hidden_before).to(change).view(by_channel)
+        change *= scale.to(change).view(by_channel)
+        # An addition in place has to find its operand where it was.
         operands[side] = operands[side].add_(change) if in_place and side == 0 else operands[side] + change

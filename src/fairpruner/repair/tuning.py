@@ -9,7 +9,7 @@ Matching the activations of all blocks overfits a few thousand samples far less 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,6 @@ from torch.utils.hooks import RemovableHandle
 from fairpruner.inputs.batches import Batch, forward
 from fairpruner.inputs.tokens import counted_rows
 from fairpruner.models.calling import tensors_of
-from fairpruner.repair.arrivals import Sweep
 from fairpruner.repair.notes import Note
 
 EPOCHS = 10
@@ -30,14 +29,16 @@ RATE = 1e-3  # of Adam at the start; a cosine leads it to zero
 WIDE = {torch.float32, torch.float64}  # narrower parameters would round the steps away
 
 
-def tune(small: nn.Module, model: nn.Module, sweep: Sweep, *, epochs: int = EPOCHS) -> list[Note]:
+def tune(
+    small: nn.Module, model: nn.Module, read: Callable[[], Iterator[Batch]], *, epochs: int = EPOCHS
+) -> list[Note]:
     """Train `small` in place towards the activations of `model`; batch norms keep their statistics."""
     parameters = [p for p in small.parameters() if p.is_floating_point()]
     narrow = {str(p.dtype) for p in parameters} - set(map(str, WIDE))
     if narrow:
         return [Note("tune", "skipped", f"gradient steps need float32, found {', '.join(sorted(narrow))}")]
     optimizer, blocks = torch.optim.Adam(parameters, RATE), _blocks(small, model)
-    steps = epochs * sum(math.ceil(batch.size / SAMPLES) for batch in sweep())
+    steps = epochs * sum(math.ceil(batch.size / SAMPLES) for batch in read())
     done = 0
     with (
         torch.enable_grad(),
@@ -46,7 +47,7 @@ def tune(small: nn.Module, model: nn.Module, sweep: Sweep, *, epochs: int = EPOC
         _BlockOutputs(small, blocks) as given,
     ):
         for epoch in range(epochs):
-            for batch in sweep():
+            for batch in read():
                 for part in _parts(batch, epoch):
                     with torch.no_grad():
                         forward(model, part)

@@ -21,7 +21,7 @@ from fairpruner.inputs.batches import read_batches
 from fairpruner.inputs.losses import Loss
 from fairpruner.models.calling import evaluating
 from fairpruner.models.devices import device_of_model
-from fairpruner.repair import Note, repair
+from fairpruner.repair import repair
 from fairpruner.repair.tuning import tune
 from fairpruner.search.candidates import Candidate
 from fairpruner.search.judging import Judge
@@ -71,12 +71,10 @@ def choose(
     data: Iterable[Any],
     candidates: Sequence[Candidate],
     search: Search,
-    *,
-    notes: list[Note] | None = None,
 ) -> tuple[nn.Module, Plan]:
     """The repaired cut of the candidate nearest to the original on samples that no repair saw, and its plan.
 
-    The plan's `tried` tells of all that were compared. `notes` gets the notes of the chosen one's repair.
+    The plan's `tried` tells of all that were compared.
     """
     device = device_of_model(model)
     fitting, judging = split(data, device)
@@ -96,15 +94,9 @@ def choose(
     epochs = min(MOST_EPOCHS, int((left - JUDGING) / search.epoch(best.candidate.plan)))
     if search.repair is None and epochs > 0:
         best = min(best, bench.tuned(best, epochs), key=lambda one: one.distance)
-    plan, found = replace(best.candidate.plan, tried=bench.table(best.distance)), list(best.notes)
-    small = best.small
+    plan, small = replace(best.candidate.plan, tried=bench.table(best.distance)), best.small
     if search.repair:  # no gradient step could overfit, so that no sample need stay unseen
-        found.clear()
-        small = repair(
-            cut(model, plan), model, plan, data, method=search.repair, loss=search.loss, notes=found
-        )
-    if notes is not None:
-        notes += found
+        small = repair(cut(model, plan), model, plan, data, method=search.repair, loss=search.loss)
     return small, plan
 
 
@@ -130,7 +122,6 @@ class _Repaired:
     candidate: Candidate
     small: nn.Module
     method: str
-    notes: tuple[Note, ...]
     distance: float
 
 
@@ -148,13 +139,11 @@ class _Bench:
     def repaired(self, candidate: Candidate, shares: int) -> _Repaired:
         """A candidate's cut, repaired on so many shares of the samples."""
         announce(f"search: {candidate.name}, on {shares}/{SHARES} of the data")
-        methods, notes = self.search.methods(candidate.plan), list[Note]()
-        small, part = cut(self.model, candidate.plan), self.fitting.share(shares)
+        methods, plan = self.search.methods(candidate.plan), candidate.plan
+        small, part = cut(self.model, plan), self.fitting.share(shares)
         if methods:
-            small = repair(
-                small, self.model, candidate.plan, part, method=methods, loss=self.search.loss, notes=notes
-            )
-        return self._judged(candidate, small, "+".join(methods) or "none", notes, part)
+            small = repair(small, self.model, plan, part, method=methods, loss=self.search.loss)
+        return self._judged(candidate, small, "+".join(methods) or "none", part)
 
     def tuned(self, one: _Repaired, epochs: int) -> _Repaired:
         """The same after so many epochs of gradient steps."""
@@ -166,7 +155,7 @@ class _Bench:
             module.training = before.training
         if all(note.outcome == "skipped" for note in notes):
             return one
-        return self._judged(one.candidate, small, f"{one.method}+tune", (*one.notes, *notes), self.fitting)
+        return self._judged(one.candidate, small, f"{one.method}+tune", self.fitting)
 
     def table(self, least: float) -> tuple[Trial, ...]:
         """All trials, those on most samples first, the chosen one marked."""
@@ -174,11 +163,9 @@ class _Bench:
         chosen = next(n for n, trial in enumerate(lines) if trial.distance == least)
         return tuple(replace(trial, chosen=n == chosen) for n, trial in enumerate(lines))
 
-    def _judged(
-        self, candidate: Candidate, small: nn.Module, method: str, notes: Sequence[Note], part: Part
-    ) -> _Repaired:
+    def _judged(self, candidate: Candidate, small: nn.Module, method: str, part: Part) -> _Repaired:
         found = self.judge.distance(small)
         kept = candidate.plan.share(self.search.keep.counted_in)
         made = candidate.removal, candidate.rule, candidate.spaces
         self.trials.append(Trial(*made, method, part.samples, kept, found))
-        return _Repaired(candidate, small, method, tuple(notes), found)
+        return _Repaired(candidate, small, method, found)

@@ -1,0 +1,34 @@
+"""What every repair method is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from fairpruner.core.plan import Plan
+from fairpruner.errors import FairprunerError
+from fairpruner.inputs.batches import Batch, read_batches
+from fairpruner.models.devices import device_of_model
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """A cut model, which a method changes in place, and all that it may look at."""
+
+    small: nn.Module
+    model: nn.Module
+    plan: Plan
+    read: Callable[[], Iterator[Batch]]  # reads the data once more
+
+
+def first_batch(data: Iterable[Any], model: nn.Module) -> Batch:
+    """The first batch; data without any is refused."""
+    first = next(read_batches(data, device_of_model(model), model), None)
+    if first is None:
+        raise FairprunerError(
+            "The data holds no samples: give a loader, or a list of batches, that yields at least one."
+        )
+    return first
