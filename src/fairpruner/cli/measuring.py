@@ -10,7 +10,6 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 import fairpruner as fp
 from fairpruner.cli.common import (
@@ -31,6 +30,7 @@ from fairpruner.core.scores import Scores
 from fairpruner.errors import FairprunerError
 from fairpruner.inputs.sources import example_for
 from fairpruner.measuring import RUNTIMES
+from fairpruner.models.torch_private import tree_map_only
 from fairpruner.terminal import Printable, table_of
 
 Shape = Annotated[

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fairpruner.models.narrowing import Change
+from fairpruner.models.torch_private import AnyConvolution
 
 # Windows begin this many numbers apart: a multiple of 16, since some kernels want aligned matrices, and of
 # a prime, so that a row of one matrix rarely equals a row of another.
@@ -59,7 +60,7 @@ def lively_weights(model: nn.Module, dtype: torch.dtype | None) -> Change:
 def _stacks(model: nn.Module) -> Iterator[str]:
     """The names of parameters that hold one matrix for each of several experts."""
     for path, module in model.named_modules():
-        if not isinstance(module, nn.modules.conv._ConvNd):
+        if not isinstance(module, AnyConvolution):
             yield from (f"{path}.{name}" for name, p in module.named_parameters(recurse=False) if p.ndim == 3)
 
 

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from fairpruner.core.arrays import Ints
 from fairpruner.core.spaces import UnitSpace
@@ -21,6 +19,7 @@ from fairpruner.discovery.recorder import Recorder, SizeAttribute, flat
 from fairpruner.discovery.rules import Operation, rule_for
 from fairpruner.errors import FairprunerError
 from fairpruner.models.calling import call_checked, evaluating, output_tensors
+from fairpruner.models.torch_private import TorchDispatchMode, as_products, flop_formula
 
 OUTPUT = "reaches the model's output"
 
@@ -55,12 +54,16 @@ class ShadowMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        products = as_products(func)
+        if products is not None:
+            with self:
+                return products(*args, **kwargs)
         out = func(*args, **kwargs)
         op = Operation(self._recorder, func, args, kwargs, out)
         # An expert that no token chose works on tensors without elements.
         idle = op.results and not any(t.numel() for t in op.results)
         axes = rule_for(func)(op) if not idle and any(op.shadow(t).maps for t in op.tensors) else ()
-        flops = flop_registry.get(func._overloadpacket)
+        flops = flop_formula(func)
         if flops is not None:
             macs = int(flops(*args, **kwargs, out_val=out)) // 2
             expert = self._experts.running(self._recorder.running)

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from fairpruner.core.arrays import Ints
 from fairpruner.core.spaces import UnitSpace
@@ -27,6 +26,7 @@ from fairpruner.discovery.watching import Visits, first_difference, watching_mod
 from fairpruner.models.calling import call, in_eval_mode, output_tensors
 from fairpruner.models.devices import device_of_model, has_float64
 from fairpruner.models.narrowing import copy_with, cut_units, mask_units
+from fairpruner.models.torch_private import tree_map_only
 
 # A right cut differs by rounding alone. float32 is fast and decides nearly always; where it does not,
 # float64 does. A model that runs in neither is tried in its own type.

@@ -8,7 +8,6 @@ asked of it, part by part.
 from __future__ import annotations
 
 import copy
-import importlib
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +15,12 @@ from typing import Any
 import torch
 
 from fairpruner.errors import FairprunerError
+from fairpruner.models.transformers_private import (
+    conversions_for,
+    model_loading,
+    note_conversions,
+    used_conversions,
+)
 
 State = dict[str, torch.Tensor]
 
@@ -60,8 +65,7 @@ def parts_of(model: Any, names: Collection[str]) -> list[Part]:
 
     Notes on the model which conversions its files need, for `as_in_files`.
     """
-    loading = _loading()
-    mapping = importlib.import_module("transformers.conversion_mapping").get_model_conversion_mapping(model)
+    loading, mapping = model_loading(), conversions_for(model)
     renamings = [t for t in mapping if isinstance(t, loading.WeightRenaming)]
     converters = [t for t in mapping if isinstance(t, loading.WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
@@ -77,7 +81,7 @@ def parts_of(model: Any, names: Collection[str]) -> list[Part]:
             continue
         fresh = by_pattern[pattern] if pattern else loading.WeightRenaming(name, target)
         parts.setdefault(target, Part(target, fresh)).sources.append((name, pattern or name))
-    model._weight_conversions = [t for t in mapping if t.was_used()]
+    note_conversions(model, [t for t in mapping if t.was_used()])
     return list(parts.values())
 
 
@@ -86,23 +90,13 @@ def as_in_files(model: Any, state: State) -> State:
     before version 5 nothing.
     """
     try:
-        revert: Callable[[Any, State], State] = _loading().revert_weight_conversion
+        revert: Callable[[Any, State], State] = model_loading().revert_weight_conversion
     except FairprunerError:
         return state
-    used = getattr(model, "_weight_conversions", None)
+    used = used_conversions(model)
     try:
-        model._weight_conversions = (
-            used or None
-        )  # files in the model's own layout needed none; other programs know only the common one
+        # Files in the model's own layout needed none; other programs know only the common one.
+        note_conversions(model, used or None)
         return revert(model, state)
     finally:
-        model._weight_conversions = used
-
-
-def _loading() -> Any:
-    try:
-        return importlib.import_module("transformers.core_model_loading")
-    except ModuleNotFoundError as error:
-        raise FairprunerError(
-            "Cutting files without loading the model needs transformers 5: pip install -U 'transformers>=5'."
-        ) from error
+        note_conversions(model, used)

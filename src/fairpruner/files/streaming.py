@@ -24,6 +24,7 @@ from fairpruner.files.shards import parse_size, write_shards
 from fairpruner.inputs.hugging_face import PREFIX, architecture
 from fairpruner.inputs.shard_index import shard_files
 from fairpruner.models.narrowing import kept_indices
+from fairpruner.models.transformers_private import note_conversions, used_conversions
 from fairpruner.surgery import cut_unverified
 
 Kept = Mapping[str, Mapping[int, Ints]]  # tensor -> dim -> the indices that stay
@@ -55,7 +56,7 @@ def stream(
     _check_is_plain(model, place)
     holders = _holders(place)
     parts = parts_of(model, holders)
-    small._weight_conversions = model._weight_conversions
+    note_conversions(small, used_conversions(model))
     kept = kept_indices(plan.spaces, plan.removed)
     with new_folder(folder, force=force) as temporary:
         write_papers(small, plan, temporary, f"{PREFIX}:{place}")

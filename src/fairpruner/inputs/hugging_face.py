@@ -18,6 +18,7 @@ from fairpruner.errors import FairprunerError
 from fairpruner.inputs.pruned_modeling import pruned
 from fairpruner.inputs.shard_index import check_indexes
 from fairpruner.models.attention import STAND_INS
+from fairpruner.models.transformers_private import classes_of
 
 PREFIX = "hf"
 # What a configuration may ask for: all that lies in transformers and torch.
@@ -151,15 +152,10 @@ def is_causal(model: nn.Module) -> bool:
 def auto_classes(original: type[nn.Module]) -> list[str]:
     """The Auto classes of transformers that would build a class, such as AutoModelForCausalLM."""
     library = _transformers()
-    mappings = {
-        name: getattr(getattr(library, name), "_model_mapping", None)
-        for name in dir(library)
-        if name.startswith("AutoModel")
-    }
     found = [
         name
-        for name, mapping in mappings.items()
-        if mapping is not None and original.__name__ in _flat(mapping._model_mapping.values())
+        for name in dir(library)
+        if name.startswith("AutoModel") and original.__name__ in _flat(classes_of(getattr(library, name)))
     ]
     return sorted(found, key=lambda name: (name != "AutoModelForCausalLM", name))
 

@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from fairpruner.core.arrays import Floats, Ints
 from fairpruner.core.costs import Lengths
@@ -28,6 +26,7 @@ from fairpruner.models.calling import call_checked, call_directly, evaluating
 from fairpruner.models.devices import wait_for_model
 from fairpruner.models.fingerprint import check_same_model
 from fairpruner.models.narrowing import cut_units
+from fairpruner.models.torch_private import TorchDispatchMode, as_products, flop_formula
 
 # The trials: models in which every space keeps the same share of its units, then models in which each space
 # keeps a random share, rounded to a multiple.
@@ -141,7 +140,7 @@ class _Marks(TorchDispatchMode):
         self.model, self.begun = model, list[float]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._overloadpacket in flop_registry:
+        if flop_formula(func) is not None or as_products(func) is not None:
             wait_for_model(self.model)
             self.begun.append(time.perf_counter())
         return func(*args, **(kwargs or {}))

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fairpruner.models.calling import call_checked, evaluating
 from fairpruner.models.experts import plain_experts
 from fairpruner.models.supported import check_supported
+from fairpruner.models.torch_private import FLOP_FORMULAS
 
 
 def count_params(model: nn.Module) -> int:
@@ -40,6 +41,6 @@ def count_flops(model: nn.Module, example: Any) -> int:
     with plain_experts(model), evaluating(model), torch.no_grad():
         # The counter asks for the gradient of inputs that need one, which a view of a parameter has not.
         model.requires_grad_(False)
-        with FlopCounterMode(display=False) as counter:
+        with FlopCounterMode(display=False, custom_mapping=FLOP_FORMULAS) as counter:
             call_checked(model, example)
     return int(counter.get_total_flops()) // 2

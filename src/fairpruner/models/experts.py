@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
+
+from fairpruner.models.torch_private import AnyConvolution
+from fairpruner.models.transformers_private import ONE_BY_ONE, experts_run_by
 
 # The attributes of modules and configurations that hold the number of experts, how many of them a token
 # uses, and the groups of a router.
@@ -93,22 +95,9 @@ def plain_experts(model: nn.Module) -> Iterator[None]:
     """Inside, transformers models run their experts one by one, which can be traced, runs in float64 and is
     counted correctly.
     """
-    configs: list[Any] = [
-        config
-        for module in model.modules()
-        if hasattr(config := getattr(module, "config", None), "_experts_implementation")
-    ]
-    before = [
-        (config, config._experts_implementation)
-        for config in {id(config): config for config in configs}.values()
-    ]
-    try:
-        for config, _ in before:
-            config._experts_implementation = "eager"
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    with experts_run_by(ONE_BY_ONE, configs):
         yield
-    finally:
-        for config, implementation in before:
-            config._experts_implementation = implementation
 
 
 def _examined(model: nn.Module) -> dict[str, ExpertBlock | str]:
@@ -174,7 +163,7 @@ def _fused(module: nn.Module) -> int:
     """The number of experts in a module with parameters [E, …], of which at least two are stacks of
     matrices; 0 for any other module.
     """
-    if isinstance(module, nn.modules.conv._ConvNd):
+    if isinstance(module, AnyConvolution):
         return 0
     parameters = list(module.parameters(recurse=False))
     lengths = {p.shape[0] for p in parameters if p.ndim}

@@ -22,6 +22,7 @@ from fairpruner.core.arrays import Ints
 from fairpruner.core.spaces import Slice, UnitSpace
 from fairpruner.errors import FairprunerError
 from fairpruner.models.precision import widened
+from fairpruner.models.torch_private import AnyConvolution, base_of
 from fairpruner.models.weight_operations import WEIGHT_OPERATIONS, WeightOperation
 
 
@@ -141,7 +142,7 @@ class _Watch(TorchFunctionMode):
             return function(*args, **kwargs)
         source, weight = (operation.argument(name, args, kwargs) for name in ("input", "weight"))
         if isinstance(weight, Tensor) and isinstance(source, Tensor):
-            base = weight if weight._base is None else weight._base
+            base = base_of(weight)
             for read in self._reads.get(id(base), ()):
                 if read.part.dim == _reading_dim(operation, weight, base) and read.fits(
                     source.shape[operation.axis]
@@ -283,7 +284,7 @@ def _not_seen(read: Read) -> str:
 def _is_stack(model: nn.Module, read: Read) -> bool:
     """Whether the weight is a stack of matrices: the input of its module is not what the last one reads."""
     matrices = read.weight.ndim == 3 and read.part.dim > 0
-    return matrices and not isinstance(_holder(model, read), nn.modules.conv._ConvNd)
+    return matrices and not isinstance(_holder(model, read), AnyConvolution)
 
 
 def _holder(model: nn.Module, read: Read) -> nn.Module:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from fairpruner.errors import FairprunerWarning
 from fairpruner.models.randomness import restore_generator
+from fairpruner.models.torch_private import writes_of
 
 # Parameters are copied only if all of them fit in so many bytes: a forward that writes into them is rare.
 # Beyond, a write is noticed and told.
@@ -125,7 +126,7 @@ def _tensor(tensor: Tensor, *, copying: bool) -> Iterator[Undo]:
     if copying:
         yield _values(tensor)
     elif not tensor.is_inference():
-        yield partial(_warn_if_written, tensor, tensor._version)
+        yield partial(_warn_if_written, tensor, writes_of(tensor))
 
 
 def _values(tensor: Tensor) -> Undo:
@@ -176,7 +177,7 @@ def _restore_values(tensor: Tensor, before: Tensor) -> None:
 
 
 def _warn_if_written(tensor: Tensor, version: int) -> None:
-    if tensor._version != version:
+    if writes_of(tensor) != version:
         warnings.warn(
             f"The model's forward wrote into a parameter of shape {list(tensor.shape)}, and it stays so: the"
             f" parameters take more than {COPIED_PARAMETERS >> 20} MB, so they were not copied before."

@@ -51,7 +51,7 @@ def _record_tensor(tensor: Tensor) -> Json | None:
     kind = str(tensor.dtype).removeprefix("torch.")
     if kind not in TYPES or tensor.is_meta:
         return None
-    ends = [float(end) for end in tensor.detach().double().aminmax()] if tensor.numel() else [0.0, 0.0]
+    ends = [float(end) for end in tensor.detach().cpu().double().aminmax()] if tensor.numel() else [0.0, 0.0]
     if not all(map(math.isfinite, ends)):
         return None
     return {"shape": list(tensor.shape), "type": kind, "range": ends}

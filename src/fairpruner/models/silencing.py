@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fairpruner.core.spaces import Slice, UnitSpace
+from fairpruner.models.torch_private import held_tensors, plain_function
 from fairpruner.models.weight_operations import WEIGHT_OPERATIONS
 
 # Products of an input with a router's rows: the last dimension of the result is the logits.
@@ -31,7 +32,7 @@ class SilencedRows(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with plain_function():
             out = func(*args, **(kwargs or {}))
         rows = next((a for a in (*args, *(kwargs or {}).values()) if isinstance(a, cls)), None)
         if rows is None or out is rows or not isinstance(out, Tensor):
@@ -74,7 +75,7 @@ def without_expert(model: nn.Module, space: UnitSpace, unit: int) -> Iterator[No
     for part in space.slices_of("route"):
         path, _, name = part.tensor.rpartition(".")
         module = model.get_submodule(path)
-        held: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
+        held = held_tensors(module, name)
         places.append((held, name, held[name], part))
     try:
         for held, name, tensor, part in places:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from torch.nn.modules.batchnorm import _BatchNorm
-
 from fairpruner.inputs.batches import forward
+from fairpruner.models.torch_private import AnyBatchNorm
 from fairpruner.repair.job import Job
 from fairpruner.repair.notes import Note
 
@@ -15,7 +14,7 @@ def reestimate(job: Job) -> list[Note]:
     norms = {
         name: module
         for name, module in small.named_modules()
-        if isinstance(module, _BatchNorm) and module.running_mean is not None
+        if isinstance(module, AnyBatchNorm) and module.running_mean is not None
     }
     momentums = {name: norm.momentum for name, norm in norms.items()}
     counters = {

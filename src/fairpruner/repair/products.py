@@ -21,6 +21,7 @@ from fairpruner.inputs.tokens import counted_rows
 from fairpruner.models.weight_operations import ALIASES, TRANSPOSED_CONVOLUTION, WEIGHT_OPERATIONS
 from fairpruner.repair.regression import in_first_half
 from fairpruner.repair.tensors import Kept
+from fairpruner.models.torch_private import base_of
 
 _DEFAULTS = {"bias": None, "stride": 1, "padding": 0, "output_padding": 0, "dilation": 1, "groups": 1}
 
@@ -60,7 +61,7 @@ class Product:
         weight = arguments.get("weight")
         if not isinstance(weight, Tensor) or "alpha" in arguments or "beta" in arguments:
             return None
-        base = weight if weight._base is None else weight._base
+        base = base_of(weight)
         name = names.get(id(base))
         if name is None or base.ndim != weight.ndim or base.numel() != weight.numel():
             return None

@@ -28,6 +28,7 @@ from fairpruner.discovery.rules.moving import (
     unchanged,
 )
 from fairpruner.discovery.rules.operation import Operation, Rule, fresh, unknown
+from fairpruner.models.torch_private import is_in_place, operation_name
 
 __all__ = ["Operation", "rule_for"]
 
@@ -77,7 +78,7 @@ _GROUPS: dict[Rule, str] = {
     attention: (
         "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention"
         " _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention"
-        " _scaled_dot_product_fused_attention_overrideable"
+        " _scaled_dot_product_fused_attention_overrideable _scaled_dot_product_attention_math_for_mps"
     ),
 }
 RULES: dict[str, Rule] = {name: rule for rule, names in _GROUPS.items() for name in names.split()}
@@ -86,14 +87,13 @@ RULES: dict[str, Rule] = {name: rule for rule, names in _GROUPS.items() for name
 @cache
 def rule_for(func: Any) -> Rule:
     """The rule of an operation: by name, else by what torch says of it, else `unknown`."""
-    packet = func._overloadpacket
-    name = packet.__name__
-    plain = name.removesuffix("_") if func._schema.is_mutable else name  # relu_ is relu
+    name = operation_name(func)
+    plain = name.removesuffix("_") if is_in_place(func) else name  # relu_ is relu
     if plain in RULES:
         return RULES[plain]
     if func.is_view:
         return movement
-    forms = getattr(torch.ops.aten, plain, packet)
+    forms = getattr(torch.ops.aten, plain, func.overloadpacket)
     if any(torch.Tag.pointwise in getattr(forms, overload).tags for overload in forms.overloads()):
         return elementwise
     return unknown

@@ -10,12 +10,13 @@ import torch
 from fairpruner.discovery.rules.moving import is_whole
 from fairpruner.discovery.rules.operation import Operation, Rule, unknown
 from fairpruner.discovery.shadow import Shadow, extent
+from fairpruner.models.torch_private import is_in_place
 
 
 def elementwise(op: Operation) -> None:
     """add, mul, relu, where, …: units at the same position become one."""
     operands = [op.shadow(t) for t in op.tensors]
-    if op.func._schema.is_mutable and sum(bool(o.maps) for o in operands) > 1 and not is_whole(op.result):
+    if is_in_place(op.func) and sum(bool(o.maps) for o in operands) > 1 and not is_whole(op.result):
         op.lock(f"written in place into part of a tensor by {op.name}")
     _settle(op, operands)
 

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from fairpruner.discovery.failing import OUT_OF_MEMORY
 from fairpruner.discovery.ids import NONE, Usage
 from fairpruner.discovery.rules.operation import Operation, unknown
 from fairpruner.discovery.shadow import IdMap, Shadow
+from fairpruner.models.torch_private import is_in_place, tree_map_only
 
 
 def movement(op: Operation) -> None:
@@ -109,7 +109,7 @@ def restrided(op: Operation) -> None:
     """as_strided, as pooling uses it: only the strides of dimensions of length one change."""
     plain = torch.empty(op.result.shape, device="meta").stride()
     same = all(n == 1 or a == b for n, a, b in zip(op.result.shape, op.result.stride(), plain, strict=True))
-    return None if op.func._schema.is_mutable and same else unknown(op)
+    return None if is_in_place(op.func) and same else unknown(op)
 
 
 def embedding(op: Operation) -> None:

@@ -8,11 +8,11 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten
 
 from fairpruner.discovery.ids import Ids, Usage
 from fairpruner.discovery.recorder import Recorder
 from fairpruner.discovery.shadow import EMPTY, Algebra, IdMap, Shadow
+from fairpruner.models.torch_private import operation_name, tree_flatten
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +27,7 @@ class Operation:
 
     @cached_property
     def name(self) -> str:
-        return str(self.func._overloadpacket.__name__)
+        return operation_name(self.func)
 
     @cached_property
     def tensors(self) -> list[torch.Tensor]:

@@ -24,8 +24,7 @@ from fairpruner.models.routing.outputs import (
     new_gate,
     norms,
 )
-
-IMPLEMENTATION = "fairpruner"  # the name of our `run` among transformers' ways to call experts
+from fairpruner.models.transformers_private import apply_gate, experts_implementation, experts_run_by
 
 
 @contextmanager
@@ -35,7 +34,6 @@ def running_fused(
     """Inside, transformers calls our `run` for fused experts, with hidden states [T, H] and the chosen
     experts and their router weights, [T, k] each.
     """
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     def run(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         order = chosen.reshape(-1).argsort(stable=True)  # [P] pairs, those of one expert together
@@ -49,7 +47,7 @@ def running_fused(
         up = gated(
             _products(experts, "gate_up_proj" if experts.has_gate else "up_proj", hidden[token], counts), gate
         )  # [P, I or 2 I]
-        inner = experts._apply_gate(up) if experts.has_gate else experts.act_fn(up)  # [P, I]
+        inner = apply_gate(experts, up) if experts.has_gate else experts.act_fn(up)  # [P, I]
         if has_torch_function((inner,)):  # observers see hidden units inside experts in the order of tokens
             down = experts.down_proj.mT if experts.is_transposed else experts.down_proj
             inner = consumed(inner[order.argsort()], down)[order]
@@ -74,17 +72,8 @@ def running_fused(
             )
         return torch.zeros_like(hidden).index_add(0, token, output.to(hidden.dtype))
 
-    configs = {id(config): config for config in (experts.config for experts in fused)}
-    before = [(config, config._experts_implementation) for config in configs.values()]
-    try:
-        ALL_EXPERTS_FUNCTIONS[IMPLEMENTATION] = run
-        for config, _ in before:
-            config._experts_implementation = IMPLEMENTATION
+    with experts_implementation(run) as ours, experts_run_by(ours, [experts.config for experts in fused]):
         yield
-    finally:
-        for config, implementation in before:
-            config._experts_implementation = implementation
-        del ALL_EXPERTS_FUNCTIONS[IMPLEMENTATION]
 
 
 def _products(experts: Any, name: str, rows: Tensor, counts: Sequence[int]) -> Tensor:

@@ -1,0 +1,91 @@
+"""All that fairpruner uses of torch beyond its documented interface, in one place.
+
+A release of torch may change any of it. `tests/test_private_interfaces.py` names each of these, so that such
+a change shows there first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+__all__ = [
+    "FLOP_FORMULAS",
+    "AnyBatchNorm",
+    "AnyConvolution",
+    "TorchDispatchMode",
+    "as_products",
+    "base_of",
+    "flop_formula",
+    "held_tensors",
+    "is_in_place",
+    "operation_name",
+    "plain_function",
+    "tree_flatten",
+    "tree_map_only",
+    "writes_of",
+]
+
+AnyConvolution = _ConvNd  # of any number of dimensions, transposed ones too
+AnyBatchNorm = _BatchNorm
+plain_function = torch._C.DisableTorchFunctionSubclass  # inside, tensor subclasses are plain tensors
+
+
+def _mps_attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+
+
+# Formulas that torch's own counter lacks: operation -> FLOPs from the arguments.
+FLOP_FORMULAS: dict[Any, Callable[..., int]] = {
+    torch.ops.aten._scaled_dot_product_attention_math_for_mps: lambda *args, out_val=None, **kwargs: (
+        _mps_attention(*args, **kwargs)
+    )
+}
+
+
+def operation_name(func: Any) -> str:
+    """The name of an operation that a dispatch mode is shown: `add_` of `aten.add_.Tensor`."""
+    return str(func._overloadpacket.__name__)
+
+
+def is_in_place(func: Any) -> bool:
+    """Whether an operation writes into one of its arguments."""
+    return bool(func._schema.is_mutable)
+
+
+def flop_formula(func: Any) -> Callable[..., Any] | None:
+    """The formula for an operation's FLOPs; None for one that has none."""
+    packet = func._overloadpacket
+    formula: Callable[..., Any] | None = flop_registry.get(packet) or FLOP_FORMULAS.get(packet)
+    return formula
+
+
+def as_products(func: Any) -> Callable[..., Any] | None:
+    """A fused operation of some devices as the products it is made of; None for all others.
+
+    MPS computes `aten.linear` in one kernel, which elsewhere is a transpose and `addmm`.
+    """
+    return func.decompose if func._overloadpacket is torch.ops.aten.linear else None
+
+
+def base_of(tensor: Tensor) -> Tensor:
+    """The tensor that a view looks at; of no view, itself."""
+    return tensor if tensor._base is None else tensor._base
+
+
+def writes_of(tensor: Tensor) -> int:
+    """How often a tensor was written in place."""
+    return tensor._version
+
+
+def held_tensors(module: nn.Module, name: str) -> dict[str, Any]:
+    """The dict in which a module holds its parameter or buffer of this name."""
+    return module._parameters if name in module._parameters else module._buffers
