@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import fairpruner as fp
 
@@ -60,3 +61,27 @@ def test_a_batch_counts_as_often_as_it_has_samples_and_a_plan_counts_the_same_wa
 def test_an_example_that_does_not_fit_is_told_in_one_sentence() -> None:
     with pytest.raises(fp.FairprunerError, match="The example does not fit the model: Linear called with"):
         fp.count_flops(nn.Linear(4, 2), torch.zeros(1, 3))
+
+
+class Attending(nn.Module):
+    """Attention over 5 tokens with 4 heads of width 2, and 2 heads of keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.kv, self.out = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x).unflatten(2, (-1, 2)).transpose(1, 2)
+        k, v = self.kv(x).unflatten(2, (2, -1, 2)).movedim(3, 1).unbind(3)
+        y = F.scaled_dot_product_attention(q, *(t.repeat_interleave(2, 1) for t in (k, v)))
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+def test_the_products_inside_attention_are_counted_on_the_cpu_too() -> None:
+    """Both products: 3 samples, 4 heads, 5 x 5 pairs of tokens, width 2."""
+    model, example = Attending(), torch.randn(3, 5, 8)
+    linear, inside = 3 * 5 * (64 + 64 + 64), 2 * 3 * 4 * 5 * 5 * 2
+    assert fp.count_flops(model, example) == linear + inside
+    plan = fp.Plan.removing(fp.discover(model, example), {"q": (1,)})
+    assert plan.original["flops"] == linear + inside
+    assert plan.predicted["flops"] == fp.count_flops(fp.cut(model, plan), example)

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 __all__ = [
     "FLOP_FORMULAS",
@@ -39,16 +39,27 @@ AnyBatchNorm = _BatchNorm
 plain_function = torch._C.DisableTorchFunctionSubclass  # inside, tensor subclasses are plain tensors
 
 
-def _mps_attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+def _attention_flops(query: Any, key: Any, value: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
+    """FLOPs of the two products of attention, tensors [batch, heads, tokens, width] or their shapes."""
+    batch, heads, tokens, width = query.shape if isinstance(query, Tensor) else query
+    keys, value_width = (value.shape if isinstance(value, Tensor) else value)[2:]
+    return int(2 * batch * heads * tokens * keys * (width + value_width))
 
 
-# Formulas that torch's own counter lacks: operation -> FLOPs from the arguments.
-FLOP_FORMULAS: dict[Any, Callable[..., int]] = {
-    torch.ops.aten._scaled_dot_product_attention_math_for_mps: lambda *args, out_val=None, **kwargs: (
-        _mps_attention(*args, **kwargs)
-    )
-}
+# Formulas that torch's own counter lacks: operation -> FLOPs from the arguments. It counts no attention on
+# the CPU and on MPS, and on GPUs none whose keys have fewer heads than its queries; so the same model would
+# have other FLOPs on other devices.
+FLOP_FORMULAS: dict[Any, Callable[..., int]] = dict.fromkeys(
+    [
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+        torch.ops.aten._scaled_dot_product_attention_math_for_mps,
+        torch.ops.aten._scaled_dot_product_flash_attention,
+        torch.ops.aten._scaled_dot_product_efficient_attention,
+        torch.ops.aten._scaled_dot_product_cudnn_attention,
+        torch.ops.aten._scaled_dot_product_fused_attention_overrideable,
+    ],
+    _attention_flops,
+)
 
 
 def operation_name(func: Any) -> str:
@@ -64,7 +75,7 @@ def is_in_place(func: Any) -> bool:
 def flop_formula(func: Any) -> Callable[..., Any] | None:
     """The formula for an operation's FLOPs; None for one that has none."""
     packet = func._overloadpacket
-    formula: Callable[..., Any] | None = flop_registry.get(packet) or FLOP_FORMULAS.get(packet)
+    formula: Callable[..., Any] | None = FLOP_FORMULAS.get(packet) or flop_registry.get(packet)
     return formula
 
 
