@@ -27,7 +27,7 @@ class Silence:
         self.active, self.samples = torch.zeros(space.size), 0
 
     def update(self, activation: torch.Tensor, labels: torch.Tensor) -> None:  # [N, J, F], [N]
-        self.active += (activation > 0).any(2).sum(0)
+        self.active += (activation > 0).any(2).sum(0).cpu()  # the activation is on the model's device
         self.samples += len(activation)
 
     def compute(self) -> torch.Tensor:  # [J]

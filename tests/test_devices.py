@@ -6,6 +6,8 @@ a model on pretended devices must be those of the same model on the CPU.
 
 from __future__ import annotations
 
+import re
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,9 @@ from pretend_device import devices, spread
 from torch import Tensor, nn
 
 import fairpruner as fp
+from fairpruner.evaluation.perplexity import perplexity
+
+ROOT = Path(__file__).parents[1]
 
 CLASSES = 3
 REMOVAL = ("wasserstein", "wasserstein_pooled", "activation", "reconstruction", "l1", "l2", "fpgm", "random")
@@ -122,3 +127,65 @@ def test_every_stage_after_scoring(on_devices: tuple[Placed, torch.dtype], tmp_p
     loaded = fp.load(tmp_path / "folder", build=lambda: net(dtype))
     for name, tensor in small.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], tensor.cpu()), name
+
+
+def test_the_documented_signals_of_ones_own_run_on_a_device() -> None:
+    """The code of docs/signals.md and of the example, taken as it stands."""
+    page = (ROOT / "docs" / "signals.md").read_text()
+    documented: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", page.partition("## Write your own signal")[2], re.DOTALL)[
+        :2
+    ]:
+        exec(block, documented)
+    example = runpy.run_path(str(ROOT / "examples" / "own_signal.py"))
+    with devices():
+        model = example["Net"]().to("pretend:0").eval()
+        batches = [(torch.randn(12, 8), torch.arange(12) % 3)]
+        for signal in ("norm_scale", "silence"):
+            fp.score(model, batches, removal=signal, protection="loudest")
+        plain = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3)).to("pretend:0")
+        scores = fp.score(plain, batches, removal="bias_size", protection="loudest")
+    assert scores.removal["0"] == pytest.approx(plain[0].bias.detach().numbers.abs().numpy())
+
+
+TEXT = {
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 24,
+    "max_position_embeddings": 64,
+}
+HALVES = {
+    "": "pretend:0",
+    "model.layers.1": "pretend:1",
+    "model.norm": "pretend:1",
+    "lm_head": "pretend:1",
+}
+
+
+@pytest.mark.slow
+def test_a_language_model_over_two_devices() -> None:
+    """Padded texts, heads and hidden units: discovery, scores, repair, recovery, timing and perplexity."""
+    transformers: Any = pytest.importorskip("transformers")
+    with devices():
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT)).eval()
+        spread(model, HALVES)
+        mask = torch.ones(4, 9, dtype=torch.long)
+        mask[1, 6:] = 0
+        texts = [{"input_ids": torch.randint(3, 90, (4, 9)), "attention_mask": mask} for _ in range(2)]
+        example = {name: tensor[:1].to("pretend:0") for name, tensor in texts[0].items()}
+        spaces = fp.discover(model, example)
+        assert {space.kind for space in spaces} == {"head", "hidden"}
+        scores = fp.score(model, texts, spaces=spaces, protection=["taylor", "deletion"])
+        plan = fp.Plan.removing(spaces, {space.name: (0,) for space in scores.spaces})
+        small = fp.cut(model, plan)
+        with torch.no_grad():
+            ours, theirs = small(**example).logits, fp.mask(model, plan)(**example).logits
+        assert float((ours - theirs).abs().max()) < 1e-4
+        for method in ("least_squares", "sequential"):
+            fp.repair(small, model, plan, texts, method=method)
+        fp.recover(small, texts, epochs=1)
+        fp.measure(small, example, batch_sizes=[1], repeats=1, memory=False)
+        assert perplexity(small, torch.randint(3, 90, (40,)), length=8).value > 1
