@@ -18,10 +18,10 @@ from torch import Tensor
 
 from fairpruner.inputs.batches import Batch
 from fairpruner.inputs.tokens import counted_rows
+from fairpruner.models.torch_private import base_of
 from fairpruner.models.weight_operations import ALIASES, TRANSPOSED_CONVOLUTION, WEIGHT_OPERATIONS
 from fairpruner.repair.regression import in_first_half
 from fairpruner.repair.tensors import Kept
-from fairpruner.models.torch_private import base_of
 
 _DEFAULTS = {"bias": None, "stride": 1, "padding": 0, "output_padding": 0, "dilation": 1, "groups": 1}
 
