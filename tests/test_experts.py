@@ -616,7 +616,7 @@ def test_silenced_rows_stay_silent_through_casts_copies_and_products() -> None:
             torch.matmul(x, form.transpose(0, 1)),
         ):
             assert type(logits) is torch.Tensor
-            assert torch.equal(logits, expected)
+            torch.testing.assert_close(logits, expected)  # a processor may sum in another order
     assert isinstance(rows, nn.Parameter)
     assert rows.requires_grad
     module = nn.Linear(3, 5, bias=False)

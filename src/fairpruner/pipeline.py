@@ -73,6 +73,7 @@ def prune(
     `preset="paper"`). `options` go to a stage as they are: {"score": {"removal": "l1"}, "recover":
     {"recipe": Recipe(ema=0.99)}}.
 
+    >>> import torch
     >>> net = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
     >>> data = [(torch.randn(16, 4), torch.arange(16) % 2) for _ in range(2)]
     >>> small, plan = prune(net, data, keep=Budget("units", 0.25))

@@ -27,7 +27,7 @@ def cut(model: nn.Module, plan: Plan, *, example: Any = None) -> nn.Module:
     A plan that was read from a file is verified first: on `example`, or on a random input of the kind that
     the plan records, the smaller model must compute what the masked one computes.
 
-    >>> import fairpruner as fp
+    >>> import torch, fairpruner as fp
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> spaces = fp.discover(net, torch.zeros(1, 4))
     >>> small = fp.cut(net, fp.Plan.removing(spaces, {"0": (1, 5)}))
