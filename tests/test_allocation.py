@@ -127,6 +127,7 @@ def test_budget_is_the_nearest_of_all_breakpoints_and_keeps_more_on_a_tie(
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(scores_with_ties, st.sampled_from(RULES), st.integers(1, 3))
 def test_every_reachable_share_and_count_is_given_back(scores: Scores, rule: str, multiple_of: int) -> None:

@@ -72,6 +72,7 @@ def work(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # The demo
 
 
+@pytest.mark.slow
 def test_the_demo_halves_the_flops_and_says_what_it_did(made: Path) -> None:
     text = (made / "printed.txt").read_text(encoding="utf-8")
     plan = Plan.load(made / "pruned" / "plan.json")
@@ -96,6 +97,7 @@ def test_the_demos_model_can_be_loaded_and_is_as_accurate_as_it_says(made: Path)
     assert fp.count_flops(small, test.x[:1]) == plan.predicted["flops"]
 
 
+@pytest.mark.slow
 def test_the_demo_does_not_overwrite_unless_forced(work: Path) -> None:
     assert "digits.npz already exists" in refused("demo", "-o", work)
     (work / "mine").mkdir()
@@ -273,6 +275,7 @@ def test_every_command_is_listed_and_the_version_is_known() -> None:
     assert run("--version").stdout == f"{fp.__version__}\n"
 
 
+@pytest.mark.slow
 def test_completion_offers_the_rules() -> None:
     environment = {
         **os.environ,
@@ -416,6 +419,7 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-c", "from fairpruner.cli import app; app()", *arguments]
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_with_130_and_no_traceback(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(
         "import time\nfrom pathlib import Path\n\ndef build():\n    Path('started').touch()\n   "
@@ -441,6 +445,7 @@ def test_ctrl_c_ends_with_130_and_no_traceback(tmp_path: Path) -> None:
     assert "Traceback" not in errors
 
 
+@pytest.mark.slow
 def test_warnings_are_told_without_the_code_that_gave_them(tmp_path: Path) -> None:
     told = (
         "import warnings\nfrom fairpruner.errors import FairprunerWarning\n\ndef build():\n   "
@@ -471,6 +476,7 @@ def test_the_installed_command_refuses_without_a_traceback(tmp_path: Path) -> No
 # Mending, training and the whole job
 
 
+@pytest.mark.slow
 def test_a_cut_is_mended_and_recovered_from_the_command_line(work: Path) -> None:
     _, test = demo.Digits.load()
     common = ["--weights", work / "net.safetensors", "--data", work / "digits.npz"]

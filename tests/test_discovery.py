@@ -361,6 +361,7 @@ print((resident("VmHWM") - before) / sum(p.numel() * p.element_size() for p in m
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
 def test_discovery_needs_the_memory_of_one_cut_in_float32() -> None:
     """A bfloat16 model takes twice its bytes in float32: what is cut stays about there, while two full

@@ -332,6 +332,7 @@ def run(*arguments: object, code: int = 0) -> Any:
     return result
 
 
+@pytest.mark.slow
 def test_from_scores_to_an_evaluated_smaller_model_on_the_command_line(tmp_path: Path) -> None:
     """score, plan, cut, cut --stream and evaluate, on a local MoE folder."""
     pytest.importorskip("lm_eval")

@@ -52,6 +52,7 @@ def held_bytes(model: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_removed_equals_masked_in_every_family(family: str) -> None:
     model, example = moe(family), tokens()
@@ -71,6 +72,7 @@ def test_removed_equals_masked_in_every_family(family: str) -> None:
     check_cut(model, example, spaces, some_units(spaces, 0.4, 1), TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FURTHER)
 def test_further_families(family: str) -> None:
     model, example = moe(family), tokens()
@@ -290,6 +292,7 @@ CROOKED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", CROOKED)
 def test_a_wrong_space_of_experts_would_be_caught(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import fairpruner.discovery as discovery

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 # Packages of the extras; `MISSING` hides them from imports, as if they were not installed.
 OPTIONAL = (
     *(
@@ -40,6 +42,7 @@ def run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_the_pipeline_runs_without_any_extra(tmp_path: Path) -> None:
     code = """
 import warnings

@@ -115,6 +115,7 @@ def test_a_wrong_source_is_one_clear_line(
     assert len(str(raised.value).splitlines()) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family", ["bert", "distilbert", "gpt2", "llama", "qwen3", "gemma", "t5", "vit", "clip"]
 )
@@ -144,6 +145,7 @@ def test_blocks_of_different_sizes_come_back_bit_for_bit_without_build(family: s
     assert same(small, auto.from_pretrained(tmp_path / "small", trust_remote_code=True), example)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "kinds"),
     [
@@ -250,6 +252,7 @@ def reviews(folder: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "options", "signals"),
     [

@@ -468,6 +468,7 @@ def test_the_command_line_plans_by_latency_without_the_model(
     assert "latency_ms" in json.loads(page.stdout)["predicted"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_clock")
 def test_pruning_in_one_call_takes_a_table() -> None:
     torch.manual_seed(0)

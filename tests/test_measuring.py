@@ -126,6 +126,7 @@ def test_the_models_are_left_as_they_were(pair: tuple[nn.Module, nn.Module]) -> 
     assert torch.get_num_threads() == threads
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runtime", ["compile", "onnxruntime", "openvino"])
 def test_every_runtime_computes_what_eager_computes(pair: tuple[nn.Module, nn.Module], runtime: str) -> None:
     if runtime != "compile":
@@ -181,6 +182,7 @@ def test_a_model_that_cannot_be_exported_is_measured_but_for_that() -> None:
     assert "peak_memory" not in found.numbers()["model"]
 
 
+@pytest.mark.slow
 def test_peak_memory_is_that_of_a_process_that_holds_the_model_once() -> None:
     wide = nn.Sequential(nn.Linear(4000, 4000), nn.Linear(4000, 4000))  # 128 MB
     small, large = (peak_resident(net, torch.zeros(1, 4000), 1) for net in (nn.Linear(4000, 10), wide))

@@ -80,6 +80,7 @@ def loaded(folder: Path) -> Any:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_comes_back_bit_for_bit_with_other_counts_in_every_block(
     family: str, tmp_path: Path
@@ -120,6 +121,7 @@ def names_of(folder: Path) -> set[str]:
     return names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
     [
@@ -269,6 +271,7 @@ def test_all_backends_agree_and_generation_uses_its_cache(original: Path, tmp_pa
     assert torch.equal(cached, plain)
 
 
+@pytest.mark.slow
 def test_the_folders_code_needs_no_fairpruner(original: Path, tmp_path: Path) -> None:
     model, plan = plan_for(original)
     small: Any = fp.cut(model, plan)

@@ -428,6 +428,7 @@ def build():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_and_sigterm_print_one_sentence_and_exit_with_130(
     number: signal.Signals, tmp_path: Path

@@ -47,6 +47,7 @@ def digits() -> tuple[nn.Module, DataLoader[Any], Digits]:
     return model, DataLoader(TensorDataset(known.x, known.y), 64, shuffle=True), test
 
 
+@pytest.mark.slow
 def test_three_rounds_with_training_are_saved_and_loaded_from_the_original(
     digits: tuple[nn.Module, DataLoader[Any], Digits], tmp_path: Path
 ) -> None:

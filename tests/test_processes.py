@@ -44,6 +44,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, fp.Scores]:
     return {count: fp.Scores.load(folder / f"{count}.0") for count in (1, 9)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [9, 1])  # with one batch, the second process has nothing to do
 def test_two_processes_score_as_one(alone: dict[int, fp.Scores], tmp_path: Path, count: int) -> None:
     done = launch(tmp_path / "scores", str(count))
@@ -64,6 +65,7 @@ def test_two_processes_score_as_one(alone: dict[int, fp.Scores], tmp_path: Path,
                 )
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_ends_the_job_and_leaves_no_scores(tmp_path: Path) -> None:
     done = launch(tmp_path / "scores", "9", "die")
     assert done.returncode != 0

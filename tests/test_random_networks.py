@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from checks import check_cut, some_units, with_lively_weights
@@ -115,6 +116,7 @@ class Net(nn.Module):
         return self.head(F.adaptive_avg_pool2d(x, 4).flatten(1) if self.flatten else x.amax((2, 3)))
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     width=st.sampled_from([8, 12, 16]),

@@ -21,6 +21,7 @@ sys.path.insert(0, str(ROOT / "docs"))
 import results_table
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("document", [d for d in DOCUMENTS if blocks(d, "python")], ids=lambda d: d.name)
 def test_python_blocks_run_one_after_the_other(
     document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -37,6 +38,7 @@ def test_python_blocks_run_one_after_the_other(
         exec(compile(block, f"{document.name}, python block {number}", "exec"), names)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("document", [d for d in DOCUMENTS if blocks(d, "sh")], ids=lambda d: d.name)
 def test_shell_blocks_run(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -80,6 +82,7 @@ def test_links_lead_somewhere(document: Path) -> None:
         assert (ROOT / path).exists(), path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda p: p.name)
 def test_examples_run(example: Path, tmp_path: Path) -> None:
     done = subprocess.run(

@@ -38,6 +38,7 @@ def build(name: str) -> nn.Module:
         return getattr(models, name)(**options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TORCHVISION)
 def test_torchvision(name: str) -> None:
     size, count, others = TORCHVISION[name]

@@ -109,6 +109,7 @@ TWINS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "method"), TWINS)
 def test_a_twin_comes_back_exactly(kind: str, method: str) -> None:
     name, space = CONSUMERS[kind]
@@ -335,6 +336,7 @@ def test_numbers_that_are_not_finite_are_named() -> None:
     assert "not finite" in reasons["b.weight"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in NETS if not name.startswith(("resnet56", "densenet"))])
 def test_no_method_makes_any_net_worse_and_sequential_makes_it_better(name: str) -> None:
     model, inputs, spaces = built(name, 48)
@@ -353,6 +355,7 @@ def test_no_method_makes_any_net_worse_and_sequential_makes_it_better(name: str)
     assert errors["sequential"] < 0.6 * plain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("samples", [2, 3, 5])
 def test_few_samples_are_safe(method: str, samples: int) -> None:

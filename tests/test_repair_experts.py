@@ -74,6 +74,7 @@ PARTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("undamped")
 @pytest.mark.parametrize("most", PARTS)
 def test_the_first_block_against_numpy(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,6 +168,7 @@ def test_what_reaches_a_block_is_run_once_if_it_can_be_held(monkeypatch: pytest.
             torch.testing.assert_close(state[name], tensor, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_in_every_family_the_output_comes_nearer(family: str) -> None:
     model, data = moe(family), texts()

@@ -31,6 +31,8 @@ sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not 
 if CHROMIUM is None:
     pytest.skip("there is no chromium here", allow_module_level=True)
 
+pytestmark = pytest.mark.slow  # starts a browser
+
 ARGUMENTS = [
     f"--{argument}"
     for argument in (

@@ -705,6 +705,7 @@ def test_norms_of_listed_experts_are_those_of_their_matrices(signal: str) -> Non
     np.testing.assert_allclose(scores.removal["moe"], by_hand[signal], rtol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["plain", "qwen2_moe", "deepseek_v3", "llama4"])
 def test_deletion_is_the_change_of_the_loss_without_the_unit(family: str) -> None:
     """Of experts, whose logit is masked, and of the hidden units inside all of them."""

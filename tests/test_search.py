@@ -153,6 +153,7 @@ def test_a_budget_that_no_candidate_reaches_is_refused() -> None:
         fp.prune(Stream(), data, keep=fp.Budget("flops", 0.001))
 
 
+@pytest.mark.slow
 def test_the_nearest_to_the_original_is_kept(digits: Any, tmp_path: Path) -> None:
     model, data, unseen = digits
     before = copy.deepcopy(model.state_dict())

@@ -248,6 +248,7 @@ def test_plan_file_is_readable(tmp_path: Path) -> None:
     assert lines[1] == '  "format": "fairpruner plan",'
 
 
+@pytest.mark.slow
 @given(
     st.recursive(
         st.none() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),

@@ -32,6 +32,7 @@ def same(a: Any, b: Any) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "qwen3", "t5", "vit"])
 def test_heads_and_hidden_units_are_streamed_as_they_are_cut(family: str, tmp_path: Path) -> None:
     hugging_face(family).float().save_pretrained(tmp_path / "whole", max_shard_size="20KB")
@@ -188,6 +189,7 @@ def limited(what: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit on address space is Linux's")
 def test_a_model_larger_than_the_memory_allowed_is_cut(tmp_path: Path) -> None:
     """290 MB of tensors in files of 24 MB, with room for 160 MB: loading fails, the stream does not, and

@@ -19,6 +19,7 @@ from zoo import SMALL, CifarResNet
 import fairpruner as fp
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_mask_equals_cut_on_every_topology(name: str) -> None:
     build, shape = SMALL[name]
@@ -28,6 +29,7 @@ def test_mask_equals_cut_on_every_topology(name: str) -> None:
         check_cut(model, example, spaces, some_units(spaces, share, seed))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mlp", "unet", "grouped", "resnet8_a", "split_concat"])
 def test_each_space_alone(name: str) -> None:
     build, shape = SMALL[name]
@@ -124,6 +126,7 @@ def test_a_cut_model_is_exported_scripted_and_compiled(small: tuple[nn.Module, t
     assert torch.allclose(torch.compile(model, backend="eager")(example), expected, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_cut_model_goes_to_onnx(small: tuple[nn.Module, torch.Tensor]) -> None:
     onnx = pytest.importorskip("onnx")
     pytest.importorskip("onnxscript")

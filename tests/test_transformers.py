@@ -13,6 +13,7 @@ from transformers_zoo import HEADS_FIXED, HUGGING_FACE, TIMM, WITHOUT_HEADS, hug
 import fairpruner as fp
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", HUGGING_FACE)
 def test_hugging_face(family: str) -> None:
     model, example = with_lively_weights(hugging_face(family)), HUGGING_FACE[family][3]()
@@ -35,6 +36,7 @@ def test_a_head_unit_is_a_key_value_group(family: str) -> None:
     assert rows == {"q_proj": 32, "k_proj": 16, "v_proj": 16}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TIMM)
 def test_timm(name: str) -> None:
     timm = pytest.importorskip("timm")
