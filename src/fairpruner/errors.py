@@ -8,6 +8,8 @@ from importlib import import_module
 from numbers import Integral
 from types import ModuleType
 
+LISTED = 40  # names in an error
+
 
 class FairprunerError(Exception):
     """A mistake that the caller can correct: the message states what was found, what was expected and the
@@ -28,7 +30,8 @@ def unknown(what: str, found: object, known: Iterable[str]) -> FairprunerError:
     names = sorted(known)
     close = get_close_matches(str(found), names, n=1, cutoff=0.4)
     hint = f"did you mean {close[0]!r}? " if close else ""
-    return FairprunerError(f"Unknown {what} {found!r}: {hint}Known: {', '.join(names) or 'none'}.")
+    shown = ", ".join(name[:60] for name in names[:LISTED]) + (", …" if len(names) > LISTED else "")
+    return FairprunerError(f"Unknown {what} {str(found)[:200]!r}: {hint}Known: {shown or 'none'}.")
 
 
 def another_model(opening: str, found: str, expected: str, step: str) -> FairprunerError:

@@ -20,6 +20,7 @@ from fairpruner.discovery import discover
 from fairpruner.errors import FairprunerError, check_whole_number, unknown
 from fairpruner.inputs.batches import check_rereadable, read_batches
 from fairpruner.inputs.datasets import example_of
+from fairpruner.inputs.workers import naming_dead_workers
 from fairpruner.models.devices import device_of_model
 from fairpruner.recovery import recover
 from fairpruner.repair import METHODS
@@ -44,6 +45,7 @@ PRESETS = ("best", "paper")
 PAPER = (("score", "removal"), ("score", "protection"), ("allocate", "rule"))
 
 
+@naming_dead_workers()
 def prune(
     model: nn.Module,
     data: Iterable[Any],

@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from fairpruner.core.plan import Plan
+from fairpruner.core.reading import understanding
 from fairpruner.discovery.verify import disagreement
 from fairpruner.errors import FairprunerError
 from fairpruner.models.experts import plain_experts
@@ -80,7 +81,8 @@ def _verify(model: nn.Module, plan: Plan, example: Any) -> None:
                 "The plan was read from a file and records no example to verify it on: give example=, an"
                 " input of the model."
             )
-        examples = draw(plan.spaces.examples, next(model.parameters()).device)
+        with understanding("the examples that the plan's file records"):
+            examples = draw(plan.spaces.examples, next(model.parameters()).device)
         if not isinstance(examples, list) or not examples:
             raise FairprunerError("The plan's file holds no list of examples: score and allocate again.")
     touched = [space for space in plan.spaces if plan.removed[space.name]]

@@ -25,6 +25,7 @@ from fairpruner.core.latency import LatencyTable
 from fairpruner.core.spaces import KINDS
 from fairpruner.errors import FairprunerError, FairprunerWarning
 from fairpruner.inputs.sources import PRETRAINED, is_zoo, load_model
+from fairpruner.inputs.workers import naming_dead_workers
 from fairpruner.models.devices import device_of_process
 from fairpruner.terminal import Printable
 
@@ -75,7 +76,7 @@ class _Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            with plain_warnings(), sigterm_as_ctrl_c():
+            with plain_warnings(), sigterm_as_ctrl_c(), naming_dead_workers():
                 return super().invoke(ctx)
         except FairprunerError as error:
             print(f"Error: {error}", file=sys.stderr)

@@ -52,15 +52,14 @@ def _opened(text: str, path: Path, kind: str, tensors: Mapping[str, torch.Tensor
     """The content of a file, once it is known to be ours, of this kind, not newer and not altered."""
     content = parse_json(text, path)
     found = content.get("format") if isinstance(content, dict) else None
+    shown = str(found or "nothing that fairpruner wrote")[:80]
     if found != f"fairpruner {kind}":
-        raise FairprunerError(
-            f"{path} holds {found or 'nothing that fairpruner wrote'}, expected a fairpruner {kind} file."
-        )
+        raise FairprunerError(f"{path} holds {shown}, expected a fairpruner {kind} file.")
     version = content.get("version")
     if not isinstance(version, int) or not 1 <= version <= VERSION:
         raise FairprunerError(
-            f"{path} has format version {version}, this fairpruner reads up to version {VERSION}: upgrade"
-            " fairpruner."
+            f"{path} has format version {str(version)[:20]}, this fairpruner reads up to version {VERSION}:"
+            " upgrade fairpruner."
         )
     body = {key: value for key, value in content.items() if key not in ("format", "version", "digest")}
     if content.get("digest") not in ((None, digest(body)) if tensors is None else (digest(body, tensors),)):

@@ -33,6 +33,6 @@ def indexed_names(index: Path) -> list[str]:
         raise FairprunerError(f"{index} is no index of tensors: expected a weight_map of names to files.")
     names = sorted(set(places.values()))
     for name in names:
-        if Path(name).name != name or "\\" in name or "\0" in name:
+        if not name or Path(name).name != name or "\\" in name or "\0" in name:
             raise FairprunerError(f"{index} names the file {name!r}, expected files of its own folder only.")
     return names

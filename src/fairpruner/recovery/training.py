@@ -20,6 +20,7 @@ from fairpruner.core.sealed import Json
 from fairpruner.errors import FairprunerError, check_whole_number, import_extra
 from fairpruner.inputs.batches import Batch, check_rereadable, forward
 from fairpruner.inputs.losses import mean_loss
+from fairpruner.inputs.workers import naming_dead_workers
 from fairpruner.models.devices import device_of_model, devices_of_model
 from fairpruner.models.narrowing import copy_with
 from fairpruner.models.randomness import random_state_kept
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
 SHARDED = ("FSDP", "DEEPSPEED", "MEGATRON_LM")  # ways to launch in which no process holds the whole model
 
 
+@naming_dead_workers()
 def recover(
     small: nn.Module,
     train: Iterable[Any],

@@ -14,6 +14,7 @@ from fairpruner.core.plan import Plan
 from fairpruner.errors import FairprunerError, unknown
 from fairpruner.inputs.batches import Batch, check_rereadable, forward, read_batches
 from fairpruner.inputs.losses import Loss, loss_or_distance
+from fairpruner.inputs.workers import naming_dead_workers
 from fairpruner.models.calling import evaluating
 from fairpruner.models.devices import device_of_model
 from fairpruner.models.fingerprint import check_same_model
@@ -44,6 +45,7 @@ METHODS: dict[str, Callable[[Job], list[Note]]] = {
 COMPARED = 512  # predictions on which the loss is compared
 
 
+@naming_dead_workers()
 def repair(
     small: nn.Module,
     model: nn.Module,

@@ -23,6 +23,7 @@ from fairpruner.errors import FairprunerError, FairprunerWarning
 from fairpruner.inputs.batches import Batch, check_rereadable, forward, in_halves, read_batches
 from fairpruner.inputs.losses import Loss
 from fairpruner.inputs.tokens import real_tokens
+from fairpruner.inputs.workers import naming_dead_workers
 from fairpruner.models.attention import plain_attention
 from fairpruner.models.calling import evaluating
 from fairpruner.models.devices import device_of_model
@@ -53,6 +54,7 @@ MORE = "Give more tokens, of all kinds of text that matter; 100,000 are a good s
 Results = Mapping[Side, Mapping[str, Result]]  # side -> name of the selection -> its result
 
 
+@naming_dead_workers()
 def score(
     model: nn.Module,
     data: Iterable[Any],
