@@ -3,8 +3,8 @@
 Each trial runs one stage in a process of its own, over outputs that are there already, and hurts it: SIGKILL
 or SIGTERM at a random moment or at an aimed one (before a given call that flushes, renames or removes), a
 full disk, a read-only folder, a loader or model that raises, a worker of a loader that dies. Then the old
-outputs or the whole new ones must be there, the sources untouched, and the same command must succeed and leave
-no stray file. Counts go to benchmarks/results/faults.json, where a stopped run goes on.
+outputs or the whole new ones must be there, the sources untouched, and the same command must succeed and
+leave no stray file. Counts go to benchmarks/results/faults.json, where a stopped run goes on.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from fairpruner.cli import app
 from fairpruner.core import writing
 
 RESULTS = Path(__file__).parent / "results" / "faults.json"
+DOCS = Path(__file__).parents[1] / "docs" / "files.md"
 ENDINGS = {"score": ".safetensors", "plan": ".json"}
 STAGES = ("score", "plan", "cut", "stream", "recover", "prune")
 SPAWN = multiprocessing.get_context("fork")  # torch is imported once, and no thread of it runs yet
@@ -334,10 +335,22 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join(rows)
 
 
+def write_docs(results: dict[str, Any]) -> None:
+    """Put the table into docs/files.md."""
+    before, _, rest = DOCS.read_text(encoding="utf-8").partition("<!-- faults -->\n")
+    after = rest.partition("<!-- end of faults -->")[2]
+    text = f"{before}<!-- faults -->\n{table(results)}\n<!-- end of faults -->{after}"
+    DOCS.write_text(text, encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=300)
+    parser.add_argument("--docs", action="store_true", help="only write the table of the results so far")
     options = parser.parse_args()
+    if options.docs:
+        write_docs(json.loads(RESULTS.read_text()))
+        return
     with TemporaryDirectory() as folder:
         place = Path(folder).resolve()
         place.chmod(0o755)
@@ -352,6 +365,7 @@ def main() -> None:
         kills(place, options.kills, results)
         os.chdir("/")
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    write_docs(results)
     print(table(results))
     sys.exit(any(row["wrong"] for row in results.values()))
 

@@ -92,7 +92,8 @@ def load(
     plan = Plan.load(folder / PLAN)
     files = shard_files(folder) or [folder / MODEL]
     if (folder / CONFIG).is_file():
-        parts = [_read(file, plan, folder) for file in files]
+        expected = seal(plan)
+        parts = [_read(file, expected, folder) for file in files]
         original = (
             None if build is None or (isinstance(build, str) and is_source(build)) else type(_built(build))
         )
@@ -108,14 +109,14 @@ def load(
             " a source such as 'timm:resnet18'."
         )
     small = cut(_built(build), plan, example=example)
-    _fill(small, _read(folder / MODEL, plan, folder)[1], folder / MODEL)
+    _fill(small, _read(folder / MODEL, seal(plan), folder)[1], folder / MODEL)
     return _apart_from_files(small).eval()
 
 
 @contextmanager
 def new_folder(folder: str | Path, *, force: bool) -> Iterator[Path]:
-    """A place to write a folder to, which takes its name when all is written; a folder that holds something is
-    refused, with `force` only if `save` did not write it.
+    """A place to write a folder to, which takes its name when all is written. A folder that holds something
+    is refused, with `force` only if `save` did not write it.
     """
     folder = Path(folder)
     _check_room(folder, force)
@@ -160,7 +161,7 @@ def write_papers(small: nn.Module, plan: Plan, folder: Path, build: str | None) 
 
 
 def seal(plan: Plan) -> Json:
-    """What ties the tensors of a folder to its plan."""
+    """What ties the tensors of a folder to its plan; it encodes the whole plan, so once is enough."""
     return {"plan": digest(plan.to_json())}
 
 
@@ -183,10 +184,10 @@ def _apart_from_files(model: nn.Module) -> nn.Module:
     return model
 
 
-def _read(file: Path, plan: Plan, folder: Path) -> tuple[Json, dict[str, torch.Tensor]]:
+def _read(file: Path, expected: Json, folder: Path) -> tuple[Json, dict[str, torch.Tensor]]:
     """What a file says of itself and its tensors, once it is known to be as it was written for this plan."""
     content, tensors = read_tensors(file, "model")
-    if content.get("plan") != seal(plan)["plan"]:
+    if content.get("plan") != expected["plan"]:
         raise FairprunerError(
             f"{PLAN} and {file.name} of folder {folder} do not belong together: restore the files that were"
             " saved at once."
@@ -307,7 +308,8 @@ def _readme(small: nn.Module, plan: Plan, build: str | None, served: str | None)
 |---|---|---|---|
 {rows}
 
-FLOPs are multiply-accumulates, bytes those of the parameters. `{PLAN}` says which units went, `{MODEL}` holds what is left, `{REPORT}` the numbers above and those of each space.
+FLOPs are multiply-accumulates, bytes those of the parameters. `{PLAN}` says which units were removed,
+`{MODEL}` holds what is left, `{REPORT}` the numbers above and those of each space.
 
 ```python
 import fairpruner as fp

@@ -13,7 +13,7 @@ import copy
 import json
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,6 +24,7 @@ from torch import nn
 from fairpruner.core.plan import Plan
 from fairpruner.core.writing import is_at_or_below
 from fairpruner.errors import FairprunerWarning
+from fairpruner.files.shrunk_config import EXPERTS, shrunk
 from fairpruner.inputs import pruned_modeling
 from fairpruner.inputs.hugging_face import auto_classes, is_source, local_file, place_of
 from fairpruner.models.attention import STAND_INS
@@ -47,22 +48,6 @@ PREPROCESSING_FILES = (
 )
 PRETRAINED_FILES = {CONFIG, GENERATION, CODE, *PREPROCESSING_FILES}
 
-# What configurations call the number of hidden units of a block, of its heads, and of its routed experts.
-HIDDEN = (
-    "intermediate_size",
-    "encoder_ffn_dim",
-    "decoder_ffn_dim",
-    "ffn_dim",
-    "d_ff",
-    "hidden_dim",
-    "n_inner",
-    "moe_intermediate_size",
-    "shared_expert_intermediate_size",
-    "shared_intermediate_size",
-)
-HEADS = ("num_attention_heads", "num_key_value_heads", "encoder_attention_heads", "decoder_attention_heads")
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-
 BESIDE_SCALING = (
     "rope_theta",
     "partial_rotary_factor",
@@ -75,10 +60,10 @@ def write_pretrained_files(small: Any, plan: Plan, folder: Path, source: str | N
     """
     original = getattr(type(small), "unpruned", type(small))
     config = _config_of(small, original)
-    shrunk = _shrunk(config, plan)
-    obstacle = _obstacle(small, original, shrunk, plan)
+    guess = shrunk(config, plan)
+    obstacle = _obstacle(small, original, guess, plan)
     if obstacle is None:
-        write_config(shrunk, folder / CONFIG)
+        write_config(guess, folder / CONFIG)
         served = ANYWHERE.format(name=original.__name__)
     else:
         served = _write_code(small, original, config, plan, folder, obstacle)
@@ -111,14 +96,17 @@ def _write_code(small: Any, original: Any, config: Any, plan: Plan, folder: Path
 
 
 ANYWHERE = """
-Every block keeps the same numbers, so this is a folder like any other of its architecture. `transformers` loads it by itself:
-`{name}.from_pretrained("path/to/this/folder")`. So does what reads such folders: vLLM, SGLang, the converters of llama.cpp.
+Every block keeps the same numbers, so this is a folder like any other of its architecture. `transformers`
+loads it by itself: `{name}.from_pretrained("path/to/this/folder")`. So do other programs that read such
+folders: vLLM, SGLang, the converters of llama.cpp.
 """
 
 WITH_CODE = """
-Blocks keep different numbers ({obstacle}). `transformers` loads that with the code in `modeling_pruned.py`,
-where fairpruner need not be installed: `{auto}.from_pretrained("path/to/this/folder", trust_remote_code=True)`.
-vLLM, SGLang and the converters of llama.cpp want equal blocks: a plan of `rule="uniform"` gives a folder that they can load.
+Blocks keep different numbers ({obstacle}).
+`transformers` loads them with the code in `modeling_pruned.py`, where fairpruner need not be installed:
+`{auto}.from_pretrained("path/to/this/folder", trust_remote_code=True)`.
+vLLM, SGLang and the converters of llama.cpp want equal blocks: a plan of `rule="uniform"` gives a folder that
+they can load.
 """
 
 NOWHERE = """
@@ -205,43 +193,6 @@ def _config_of(small: Any, original: Any) -> Any:
     if small.device.type != "meta":
         setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", small.dtype)
     return config
-
-
-def _shrunk(config: Any, plan: Plan) -> Any:
-    """The configuration with the new numbers wherever an old number is that of a space; whether they fit
-    is for `_obstacle` to say.
-    """
-    kept: dict[str, dict[int, int]] = {"head": {}, "hidden": {}, "expert": {}}
-    for space in plan.spaces:
-        kept.setdefault(space.kind, {})[space.size] = space.size - plan.depths[space.name]
-    config = copy.deepcopy(config)
-    for part in (config, *(getattr(config, name) for name in config.sub_configs)):
-        for name in _own_names(part, HIDDEN):
-            width = getattr(part, name) or 4 * part.hidden_size  # GPT-2's default
-            if width in kept["hidden"]:
-                setattr(part, name, kept["hidden"][width])
-        for name in _own_names(part, EXPERTS):
-            if getattr(part, name) in kept["expert"]:
-                setattr(part, name, kept["expert"][getattr(part, name)])
-        heads = {name: getattr(part, name) for name in _own_names(part, HEADS)}
-        head_dim = getattr(part, "head_dim", None) or getattr(part, "hidden_size", 0) // getattr(
-            part, "num_attention_heads", 1
-        )
-        for name, count in heads.items():
-            units = (
-                heads.get("num_key_value_heads") or count
-            )  # one unit is a key-value head with its query heads
-            if units in kept["head"] and kept["head"][units] < units:
-                setattr(part, name, count * kept["head"][units] // units)
-                part.head_dim = head_dim
-    return config
-
-
-def _own_names(config: Any, names: tuple[str, ...]) -> Iterator[str]:
-    """Those of the names that a configuration has, each of its numbers once: some go by two names."""
-    return iter(
-        dict.fromkeys(config.attribute_map.get(name, name) for name in names if hasattr(config, name))
-    )
 
 
 def _obstacle(small: Any, original: Any, config: Any, plan: Plan) -> str | None:
