@@ -11,16 +11,16 @@ from torch.nn import functional as F
 
 
 class FewerHeadsAttention(nn.MultiheadAttention):
-    """The stock module derives the width of a head from the embedding, so that it cannot lose one; this
-    one keeps the width.
+    """Attention whose heads keep their width when some of them are removed.
 
-    What a cut leaves: projections of `num_heads * head_dim` rows, called and configured as before.
+    The stock module computes the width from the embedding and the number of heads, so it cannot lose a head.
+    After a cut the projections have `num_heads * head_dim` rows; calls and settings stay as they were.
     """
 
     @property
     def _qkv_same_embed_dim(self) -> bool:
-        """False keeps `nn.TransformerEncoderLayer` from handing the weights to its fused kernel, which
-        computes the width itself.
+        """False, so that `nn.TransformerEncoderLayer` does not use its fused kernel, which computes the width
+        itself.
         """
         return False
 
@@ -74,9 +74,8 @@ class FewerHeadsAttention(nn.MultiheadAttention):
         """All masks as one to be added to the scores, broadcast over [batch, heads, tokens, keys]."""
         if is_causal and mask is None:
             mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
-        if (
-            mask is not None and mask.ndim == 3
-        ):  # [batch * heads, tokens, keys], for all heads the model once had
+        # A mask [batch * heads, tokens, keys] has all heads of the uncut model.
+        if mask is not None and mask.ndim == 3:
             mask = mask.unflatten(0, (q.shape[0], -1))[:, :1]
         parts = [p for p in (mask, None if padding is None else padding[:, None, None, :]) if p is not None]
         added = [

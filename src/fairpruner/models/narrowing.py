@@ -25,9 +25,7 @@ def _as_they_are(name: str, tensor: torch.Tensor) -> torch.Tensor:
 def kept_indices(
     spaces: Iterable[UnitSpace], removed: Mapping[str, Iterable[int]]
 ) -> dict[str, dict[int, Ints]]:
-    """What is left of every tensor that loses something: tensor name -> dim -> the indices that stay, in
-    order.
-    """
+    """The indices that stay, in order, of every tensor that loses some: tensor name -> dim -> indices."""
     gone: dict[tuple[str, int], list[np.ndarray]] = {}
     for space in spaces:
         units = _units(space, removed)
@@ -46,9 +44,7 @@ def cut_units(
     *,
     weights: Change = _as_they_are,
 ) -> nn.Module:
-    """`cut` for any units of any spaces; `weights` may give the model other tensors first, of which those
-    that lose nothing are not copied.
-    """
+    """`cut` for any units of any spaces; `weights` may replace the model's tensors before they are cut."""
     keep = kept_indices(spaces, removed)
     counts: dict[tuple[str, str], list[np.ndarray]] = {}
     for space in spaces:
@@ -112,9 +108,7 @@ def _units(space: UnitSpace, removed: Mapping[str, Iterable[int]]) -> Ints:
 
 
 def copy_with(model: nn.Module, change: Change) -> nn.Module:
-    """A deep copy whose tensors are changed on the way, so that the unchanged full-size copy never
-    exists.
-    """
+    """A deep copy whose tensors are changed on the way, so that no unchanged full-size copy exists."""
     memo: dict[int, object] = {}
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -126,9 +120,8 @@ def copy_with(model: nn.Module, change: Change) -> nn.Module:
                 else fresh
             )
     for module in model.modules():
-        for kept in tensors_of(
-            list(vars(module).values())
-        ):  # as a loss that a block keeps from its last call: deepcopy refuses what has a history
+        # A block may keep a loss from its last call: deepcopy refuses tensors with a history.
+        for kept in tensors_of(list(vars(module).values())):
             if kept.grad_fn is not None:
                 memo[id(kept)] = kept.detach().clone()
     fresh_model = copy.deepcopy(model, memo)
@@ -153,9 +146,8 @@ def _laid_out_as(tensor: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
     return fresh.new_empty_strided(fresh.shape, strides).copy_(fresh)
 
 
-# Which attribute tells the length of which side of the module's weight. A transposed convolution has its
-# sides the other way round, a grouped one tells `in` per group; `first` and `second` are dimensions of a
-# matrix, whatever they mean.
+# Attribute -> the side of the module's weight whose length it holds. `in` and `out` are sides of a linear
+# or convolutional weight, `all` is the length of a vector, `first` and `second` are dimensions of a matrix.
 ATTRIBUTES: dict[str, str] = {
     "out_channels": "out",
     "out_features": "out",

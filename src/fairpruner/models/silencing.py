@@ -26,7 +26,7 @@ PRODUCTS = frozenset(
 
 
 class SilencedRows(Tensor):
-    """Stands for a router's parameter in a masked model; a copy or another type of it is silenced alike."""
+    """A router's parameter in a masked model; copies of it and casts to other types stay silenced."""
 
     silenced: Tensor  # [E], true where the logit is -inf
 
@@ -48,9 +48,7 @@ class SilencedRows(Tensor):
 
 
 def silence(weight: Tensor, rows: Tensor) -> SilencedRows:
-    """A router's weight, [E, width] or [width, E], with some rows, [E], silenced besides those that were
-    before.
-    """
+    """A router's weight, [E, width] or [width, E], with the rows that are true in [E] silenced too."""
     return _silenced(weight, rows | weight.silenced if isinstance(weight, SilencedRows) else rows)
 
 
