@@ -34,7 +34,7 @@ ROUNDING = 1e-12  # share of the features' squares that is taken for rounding wh
 
 def float64(tensor: Tensor) -> Tensor:
     """A float64 copy on the CPU: not every device has float64."""
-    return tensor.to("cpu", torch.float64, copy=True)
+    return tensor.to("cpu").to(torch.float64, copy=True)
 
 
 def in_first_half(rows: Tensor, total: int, samples: int, position: int) -> Tensor:
