@@ -12,7 +12,7 @@ from fairpruner.core.arrays import Ints
 from fairpruner.core.spaces import Count, Kind, Role, Slice, UnitSpace
 from fairpruner.discovery.attributes import head_counts
 from fairpruner.discovery.ids import Partition, Usage
-from fairpruner.discovery.recorder import SizeAttribute
+from fairpruner.discovery.recorder import BLANK, SizeAttribute
 from fairpruner.discovery.trace import Trace
 
 
@@ -153,6 +153,8 @@ def _slices(partition: Partition, families: _Families) -> list[list[Slice]]:
     """The slices of every family, in the order in which the forward pass used them last."""
     found: list[list[tuple[int, Slice]]] = [[] for _ in families.members]
     for axis in partition.axes:
+        if axis.tensor == BLANK:
+            continue
         ids = axis.ids
         for number in np.unique(families.of[ids]):
             if number >= 0:

@@ -21,6 +21,7 @@ class Usage(IntFlag):
     READ = 2  # a weight consumed it
     HEAD = 4  # two activations were multiplied and summed over it: an attention head
     TOUCHED = 8
+    BUFFER = 32  # it lies on a buffer, which takes part only where it meets units elementwise
     ROUTED = 16  # an expert, which a router chooses; experts are not followed through the forward pass
 
 
@@ -111,6 +112,10 @@ class Ids:
     def routed(self, ids: Ints) -> bool:
         """Whether some of these ids are experts."""
         return bool((self._usage[ids] & Usage.ROUTED).any())
+
+    def all_of_buffers(self, ids: Ints) -> bool:
+        """Whether all these ids lie on buffers."""
+        return bool((self._usage[ids[ids != NONE]] & Usage.BUFFER).all())
 
     def share_usage(self, axes: Sequence[Axis]) -> None:
         """Give the ids at the same index of several equally long axes the usage of all of them."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fairpruner.core.arrays import Ints
 from fairpruner.discovery.experts import ExpertLists
 from fairpruner.discovery.ids import Axis, Ids, Usage, as_ids
+from fairpruner.discovery.normalised import normalised_weights
 from fairpruner.discovery.shadow import EMPTY, Algebra, Shadow, extent
+
+BLANK = "<zeros>"  # stands for the name of a tensor of zeros that the model makes in its forward pass
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,17 +41,22 @@ class Recorder:
         self._names = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
         self._parameters = {id(p) for p in model.parameters()}
         self._modules = {id(m): name for name, m in model.named_modules()}
+        self._normalised = normalised_weights(model)
         self._shadows: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._named: dict[int, Shadow] = {}  # of parameters and buffers
 
-    def shadow(self, tensor: Any) -> Shadow:
-        """The shadow of a tensor; a parameter gets its own when it is first met, a constant has none."""
+    def shadow(self, tensor: Any, *, buffers: bool = False) -> Shadow:
+        """The shadow of a tensor; parameters and buffers get theirs when they are first met, constants have
+        none. What is made of buffers alone counts as a constant, unless `buffers` are asked for.
+        """
         if not isinstance(tensor, torch.Tensor):
             return EMPTY
+        found: Shadow = EMPTY
         if tensor in self._shadows:
-            found: Shadow = self._shadows[tensor]
-            return found
-        return self.named_shadow(tensor) if id(tensor) in self._parameters else EMPTY
+            found = self._shadows[tensor]
+        elif id(tensor) in self._parameters or (buffers and tensor.is_floating_point()):
+            found = self.named_shadow(tensor)
+        return EMPTY if found.buffer and not buffers else found
 
     def put(self, tensor: torch.Tensor, shadow: Shadow) -> None:
         """Give a tensor its shadow; experts are followed only while they lie along one dimension of a
@@ -59,14 +68,11 @@ class Recorder:
                 for idmap in shadow.maps
                 if (shadow.weight and sum(extent(idmap)) == 1) or not self.ids.routed(as_ids(idmap))
             )
-            shadow = Shadow(kept, shadow.weight)
+            shadow = replace(shadow, maps=kept)
         self._shadows[tensor] = shadow
 
     def named_shadow(self, tensor: torch.Tensor) -> Shadow:
-        """One id for every index of every dimension of a parameter or buffer.
-
-        Rules ask for a buffer's only where they know that it is a statistic; other buffers are constants.
-        """
+        """One id for every index of every dimension of a parameter or buffer."""
         if id(tensor) not in self._names:
             return EMPTY
         if id(tensor) not in self._named:
@@ -79,13 +85,23 @@ class Recorder:
         return self._named[id(tensor)]
 
     def _new_shadow(self, tensor: torch.Tensor) -> Shadow:
+        name = self._names[id(tensor)]
+        shadow = self._with_ids(name, tensor)
+        for idmap in shadow.maps:
+            if shadow.buffer:
+                self.ids.mark(as_ids(idmap), Usage.BUFFER)
+            if name in self._normalised:
+                self.ids.lock(as_ids(idmap), self._normalised[name])
+        return shadow
+
+    def _with_ids(self, name: str, tensor: torch.Tensor) -> Shadow:
         maps = []
         for dim, size in enumerate(tensor.shape):
             if size > 1:
-                axis = self.new_axis(self._names[id(tensor)], dim, size)
+                axis = self.new_axis(name, dim, size)
                 shape = [size if d == dim else 1 for d in range(tensor.ndim)]
                 maps.append(torch.from_numpy(axis.ids).view(shape).expand(tensor.shape))
-        return Shadow(tuple(maps), weight=True)
+        return Shadow(tuple(maps), weight=True, buffer=id(tensor) not in self._parameters)
 
     def new_axis(self, name: str, dim: int, size: int) -> Axis:
         axis = self.ids.new_axis(name, dim, size)
@@ -114,6 +130,17 @@ class Recorder:
             for same_place in zip(*(axes.get(self._names[id(p)], []) for p in twins), strict=True):
                 self.ids.share_usage(same_place)
         return lists
+
+    def met(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Whether operations have met all of these parameters."""
+        return all(id(parameter) in self._named for parameter in parameters)
+
+    def blank(self, tensor: torch.Tensor) -> None:
+        """Give a new tensor of zeros ids of its own, so that an initial state takes the units it meets."""
+        if tensor not in self._shadows and tensor.is_floating_point():
+            self._shadows[tensor] = self._with_ids(BLANK, tensor)
+            for idmap in self._shadows[tensor].maps:
+                self.ids.mark(as_ids(idmap), Usage.BUFFER)
 
     def unmet(self, model: nn.Module) -> list[str]:
         """The names of parameters that no operation has met."""

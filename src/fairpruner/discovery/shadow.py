@@ -21,10 +21,16 @@ IdMap = torch.Tensor
 
 @dataclass(frozen=True)
 class Shadow:
-    """The id maps of one tensor; `weight` is true if it was computed from parameters and constants alone."""
+    """The id maps of one tensor.
+
+    `weight` is true if it was computed from parameters and constants alone, `buffer` if from buffers and
+    constants alone. Buffers are constants to all rules but movements and elementwise operations: there a
+    frozen norm's statistics or a table of positions meet the units that they belong to.
+    """
 
     maps: tuple[IdMap, ...]
     weight: bool = False
+    buffer: bool = False
 
 
 EMPTY = Shadow(())
@@ -70,11 +76,11 @@ class Algebra:
         return tuple(merged)
 
     def combine_all(self, operands: Sequence[Shadow], shape: Sequence[int]) -> tuple[IdMap, ...]:
-        """Maps of many operands together; activations come first, so that weights meet them rather than
-        each other.
+        """Maps of many operands together: activations, then weights, then buffers, so that weights meet
+        activations rather than each other.
         """
         total = Shadow((), weight=True)
-        for operand in sorted((o for o in operands if o.maps), key=lambda o: o.weight):
+        for operand in sorted((o for o in operands if o.maps), key=lambda o: (o.weight, o.buffer)):
             first = not total.maps
             total = Shadow(
                 self.combine(Shadow((), operand.weight) if first else total, operand, shape),
@@ -98,6 +104,8 @@ class Algebra:
 
     def _unite(self, a: IdMap, b: IdMap) -> IdMap:
         if squash(a).numel() < squash(b).numel():
+            a, b = b, a
+        if self.ids.all_of_buffers(as_ids(a)):
             a, b = b, a
         small_a, small_b = torch.broadcast_tensors(squash(a), squash(b))
         self.ids.unite(small_a.reshape(-1).numpy(), small_b.reshape(-1).numpy())
@@ -131,7 +139,7 @@ class Algebra:
         those of a weight that all units share (a norm's weight inside every head).
         """
         if all(s.weight or not s.maps for s in operands):
-            return Shadow(tuple(maps), weight=True)
+            return Shadow(tuple(maps), weight=True, buffer=all(s.buffer for s in operands if s.maps))
         if len(maps) > 1:
             active = np.concatenate(
                 [self.roots(idmap).ravel() for s in operands if not s.weight for idmap in s.maps]
@@ -139,7 +147,7 @@ class Algebra:
             own = [idmap for idmap in maps if np.isin(self.roots(idmap), active[active != NONE]).any()]
             own = [idmap for idmap in own if any(extent(idmap))] or own
             for idmap in maps:
-                if not any(idmap is kept for kept in own):
+                if not any(idmap is kept for kept in own) and not self.ids.all_of_buffers(as_ids(idmap)):
                     self.ids.lock(as_ids(idmap), f"shared by all units that it meets in {what}")
             maps = own
         return Shadow(tuple(maps))

@@ -16,11 +16,14 @@ from fairpruner.core.spaces import UnitSpace
 from fairpruner.discovery.experts import ExpertLists
 from fairpruner.discovery.ids import Axis, Partition
 from fairpruner.discovery.recorder import Recorder, SizeAttribute, flat
-from fairpruner.discovery.rules import Operation, rule_for
+from fairpruner.discovery.recurrent import tie_recurrent
+from fairpruner.discovery.rules import FOLLOW_BUFFERS, Operation, rule_for
 from fairpruner.errors import FairprunerError
 from fairpruner.models.calling import call_checked, evaluating, output_tensors
+from fairpruner.models.recurrence import plain_recurrence
 from fairpruner.models.torch_private import TorchDispatchMode, as_products, flop_formula
 
+ZEROS = ("zeros", "new_zeros", "zeros_like")
 OUTPUT = "reaches the model's output"
 
 
@@ -60,9 +63,14 @@ class ShadowMode(TorchDispatchMode):
                 return products(*args, **kwargs)
         out = func(*args, **kwargs)
         op = Operation(self._recorder, func, args, kwargs, out)
+        if op.name in ZEROS:
+            self._recorder.blank(op.result)
         # An expert that no token chose works on tensors without elements.
         idle = op.results and not any(t.numel() for t in op.results)
-        axes = rule_for(func)(op) if not idle and any(op.shadow(t).maps for t in op.tensors) else ()
+        rule = rule_for(func)
+        buffers = rule in FOLLOW_BUFFERS
+        met = any(op.shadow(t, buffers=buffers).maps for t in op.tensors)
+        axes = rule(op) if met and not idle else ()
         flops = flop_formula(func)
         if flops is not None:
             macs = int(flops(*args, **kwargs, out_val=out)) // 2
@@ -80,7 +88,8 @@ def trace(model: nn.Module, examples: Sequence[Any], experts: Sequence[UnitSpace
     costs: list[OperationCost] = []
     for position, example in enumerate(examples):
         mode = ShadowMode(recorder, lists)
-        with evaluating(model), torch.no_grad(), _watching_modules(recorder, lists), mode:
+        watching = _watching_modules(recorder, lists)
+        with evaluating(model), torch.no_grad(), plain_recurrence(model), watching, mode:
             output = call_checked(model, example)
         outputs = list(output_tensors(output))
         if not outputs:
@@ -92,6 +101,7 @@ def trace(model: nn.Module, examples: Sequence[Any], experts: Sequence[UnitSpace
             recorder.algebra.lock(recorder.shadow(tensor), OUTPUT)
         costs = mode.costs if position == 0 else costs
     axes = recorder.finish_experts(model)
+    tie_recurrent(recorder, model)
     return Trace(
         recorder.ids.partition(),
         tuple(_shared_out(cost, lists, axes) for cost in costs),

@@ -128,15 +128,15 @@ def disagreement(
 
 
 class Check:
-    """Compares mask and cut. Each space loses a random number of units, up to two thirds of them."""
+    """Compares mask and cut in three rounds, in which each space loses up to two thirds of its units."""
 
     def __init__(self, model: nn.Module, examples: Sequence[Any], spaces: Sequence[UnitSpace]) -> None:
         rng = np.random.default_rng(0)
-        # All spaces together, then every other one. Neighbours often share a tensor that the code splits
-        # in equal parts, and must not pass because both happen to lose the same number.
+        some, others = _halves(spaces)
         self._rounds: list[Removed] = [
-            {space.name: _drawn(space, rng, odd) for space in some}
-            for odd, some in ((False, spaces), (True, spaces[1::2]), (True, spaces[::2]))
+            {space.name: _drawn(space, rng, most=True) for space in spaces},
+            {space.name: _drawn(space, rng, most=False) for space in some},
+            {space.name: _drawn(space, rng, most=False) for space in others},
         ]
         self._examples = examples
         self._model = model
@@ -192,19 +192,31 @@ class Check:
         return True
 
 
-def _drawn(space: UnitSpace, rng: np.random.Generator, odd: bool) -> Ints:
-    """Units to remove, up to two thirds of a space and more of them from its first half.
-
-    Code that splits a tensor into equal parts gets the parts right by chance if all lose the same number.
-    They cannot if the first half loses more, or if the number is odd.
+def _halves(spaces: Sequence[UnitSpace]) -> tuple[list[UnitSpace], list[UnitSpace]]:
+    """Every other space, and the rest. Spaces that own parts of one producer are dealt out in turn: code
+    that splits it into equal parts must not pass because all parts lose the same number.
     """
-    most = max(1, min(space.size - space.min_keep, 2 * space.size // 3) // space.groups)
-    depth = int(rng.integers(-(-most // 3), most + 1))
-    depth -= odd and depth % 2 == 0
+    siblings: dict[tuple[str, int], list[UnitSpace]] = {}
+    for space in spaces:
+        producer = (space.slices_of("write") or space.slices)[0]
+        siblings.setdefault((producer.tensor, producer.dim), []).append(space)
+    alone = [group[0] for group in siblings.values() if len(group) == 1]
+    groups = [alone, *(group for group in siblings.values() if len(group) > 1)]
+    return [s for group in groups for s in group[::2]], [s for group in groups for s in group[1::2]]
+
+
+def _drawn(space: UnitSpace, rng: np.random.Generator, *, most: bool) -> Ints:
+    """Units to remove: two thirds of a space, or an odd number up to that; more from its first half.
+
+    Code that splits a tensor into equal parts gets the parts right by chance if they lose the same number,
+    or if the last one loses few. It cannot do so in all these draws.
+    """
+    limit = max(1, min(space.size - space.min_keep, 2 * space.size // 3) // space.groups)
+    depth = limit if most else int(rng.integers(-(-limit // 3), limit + 1) - 1) // 2 * 2 + 1
     if space.groups > 1:
         return removal_order(np.argsort(rng.permutation(space.size)), space.groups)[: depth * space.groups]
     early, late = (rng.permutation(part) for part in np.array_split(np.arange(space.size), 2))
-    from_early = min(-(-3 * depth // 4), early.size)
+    from_early = min(depth // 2 + 1, depth, early.size)
     return np.concatenate([early[:from_early], late[: depth - from_early]])
 
 

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fairpruner.models.calling import call_checked, evaluating
 from fairpruner.models.experts import plain_experts
+from fairpruner.models.recurrence import plain_recurrence
 from fairpruner.models.supported import check_supported
 from fairpruner.models.torch_private import FLOP_FORMULAS
 
@@ -38,7 +39,7 @@ def count_flops(model: nn.Module, example: Any) -> int:
     (6, 48)
     """
     check_supported(model)
-    with plain_experts(model), evaluating(model), torch.no_grad():
+    with plain_experts(model), evaluating(model), torch.no_grad(), plain_recurrence(model):
         # The counter asks for the gradient of inputs that need one, which a view of a parameter has not.
         model.requires_grad_(False)
         with FlopCounterMode(display=False, custom_mapping=FLOP_FORMULAS) as counter:

@@ -42,7 +42,9 @@ class WeightUse:
     """What a forward pass does with one weight."""
 
     calls: int
-    only_multiplies: bool  # false for an embedding that is also the last layer
+    # False for an embedding that is also the last layer, and for a weight that is read along two dims, as
+    # by a tied autoencoder.
+    only_multiplies: bool
     offset: Offset | None
     addition: Addition | None  # where its output, at most scaled and shifted channel by channel, is added
 
@@ -85,7 +87,8 @@ class UseTracer(Interceptor):
         return {
             name: WeightUse(
                 calls=len(outputs),
-                only_multiplies=self._readers[id(outputs[0].product.weight)] == len(outputs),
+                only_multiplies=self._readers[id(outputs[0].product.weight)] == len(outputs)
+                and len({output.product.read_dim for output in outputs}) == 1,
                 offset=self._offset(*outputs),
                 addition=outputs[0].addition if len(outputs) == 1 else None,
             )

@@ -22,6 +22,7 @@ from fairpruner.discovery.rules.moving import (
     copied,
     embedding,
     movement,
+    packed,
     restrided,
     to_complex,
     to_real,
@@ -30,26 +31,31 @@ from fairpruner.discovery.rules.moving import (
 from fairpruner.discovery.rules.operation import Operation, Rule, fresh, unknown
 from fairpruner.models.torch_private import is_in_place, operation_name
 
-__all__ = ["Operation", "rule_for"]
+__all__ = ["FOLLOW_BUFFERS", "Operation", "rule_for"]
 
 _GROUPS: dict[Rule, str] = {
     movement: (  # torch's product with a vector squeezes in place
         "view _unsafe_view reshape cat stack constant_pad_nd index index_select roll flip repeat gather"
         " pixel_shuffle pixel_unshuffle channel_shuffle rot90 tril triu squeeze unsqueeze t transpose"
+        " unsafe_split unsafe_split_with_sizes unsafe_chunk"
     ),
     unchanged: "clone _to_copy contiguous lift_fresh dropout native_dropout masked_fill",
     fresh: (
         "new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like rand_like randn_like"
-        " _local_scalar_dense"
+        " _local_scalar_dense zero fill"
     ),
     copied: "copy",
+    packed: "_pack_padded_sequence",
     restrided: "as_strided",
     embedding: "embedding",
     to_complex: "view_as_complex",
     to_real: "view_as_real",
     gathered: "index_add index_put",
     glu: "glu",
-    elementwise: "hardswish log_sigmoid_forward rrelu_with_noise _prelu_kernel addcmul addcdiv lerp",
+    elementwise: (
+        "_weight_norm_interface hardswish log_sigmoid_forward rrelu_with_noise _prelu_kernel addcmul addcdiv"
+        " lerp"
+    ),
     reduction(1): "sum mean amax amin logsumexp var std var_mean prod any all max min",
     reduction(2): "linalg_vector_norm",
     reduction(1, keeps_shape=True): "_softmax _safe_softmax _log_softmax cumsum",
@@ -81,6 +87,8 @@ _GROUPS: dict[Rule, str] = {
         " _scaled_dot_product_fused_attention_overrideable _scaled_dot_product_attention_math_for_mps"
     ),
 }
+# Rules that also apply where only buffers meet: what they compute may meet units later.
+FOLLOW_BUFFERS = (movement, unchanged, elementwise)
 RULES: dict[str, Rule] = {name: rule for rule, names in _GROUPS.items() for name in names.split()}
 
 

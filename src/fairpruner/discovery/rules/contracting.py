@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from fairpruner.core.arrays import Ints
-from fairpruner.discovery.ids import NONE, Usage
+from fairpruner.discovery.ids import NONE, Usage, as_ids
 from fairpruner.discovery.rules.operation import Operation, Rule
 from fairpruner.discovery.shadow import IdMap, Shadow, extent
 
@@ -32,6 +32,8 @@ def matmul(first: int) -> Rule:
         batch = a.shape[0] if a.ndim == 3 else 1
         (n, k), m = a.shape[-2:], b.shape[-1]
         shadow_a, shadow_b = op.shadow(a), op.shadow(b)
+        if shadow_b.weight and not shadow_a.maps:  # an initial state, or a table in a buffer
+            shadow_a = op.shadow(a, buffers=True)
         lifted_a = [idmap.reshape(-1, n, k, 1) for idmap in shadow_a.maps]
         lifted_b = [idmap.reshape(-1, 1, k, m) for idmap in shadow_b.maps]
         if shadow_b.weight:
@@ -71,7 +73,11 @@ def _apply_weight(
     _read(op, algebra.single(x, 2, k), reading)
     for idmap in writers:
         algebra.mark(idmap, Usage.WRITE)
-    rows = [idmap for idmap in x if any(extent(idmap)) and not extent(idmap)[2]]
+    rows = [
+        idmap
+        for idmap in x
+        if any(extent(idmap)) and not extent(idmap)[2] and not op.ids.all_of_buffers(as_ids(idmap))
+    ]
     result = algebra.combine(
         Shadow(algebra.reduce_all(rows, (2,))),
         Shadow(algebra.reduce_all(writers, (2,)), weight=True),
@@ -96,7 +102,7 @@ def convolution(op: Operation) -> IdMaps:
     """The weight's input side reads channels and its output side writes them; groups stay equally large."""
     x, weight, bias, transposed, groups = (op.args[i] for i in (0, 1, 2, 6, 8))
     channels, in_dim = x.shape[1], 0 if transposed else 1
-    seen = op.algebra.single(op.shadow(x).maps, 1, channels)
+    seen = op.algebra.single(op.shadow(x, buffers=True).maps, 1, channels)
     maps = op.shadow(weight).maps
     reading = op.algebra.single(maps, in_dim, weight.shape[in_dim])
     writing = op.algebra.single(maps, 1 - in_dim, weight.shape[1 - in_dim])

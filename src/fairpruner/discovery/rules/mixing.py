@@ -14,9 +14,12 @@ from fairpruner.models.torch_private import is_in_place
 
 
 def elementwise(op: Operation) -> None:
-    """add, mul, relu, where, …: units at the same position become one."""
-    operands = [op.shadow(t) for t in op.tensors]
-    if is_in_place(op.func) and sum(bool(o.maps) for o in operands) > 1 and not is_whole(op.result):
+    """add, mul, relu, where, …: units at the same position become one.
+
+    That also holds in place and in a part of a tensor, unless that part held no unit before.
+    """
+    operands = [op.shadow(t, buffers=True) for t in op.tensors]
+    if is_in_place(op.func) and not is_whole(op.result) and not operands[0].maps:
         op.lock(f"written in place into part of a tensor by {op.name}")
     _settle(op, operands)
 
@@ -105,8 +108,8 @@ def layer_norm(op: Operation) -> None:
     """
     x, shape = op.args[:2]
     op.algebra.reduce_all(op.shadow(x).maps, range(x.ndim - len(shape), x.ndim))
-    vectors = [a for a in op.args[2:4] if isinstance(a, torch.Tensor)]
-    _scaled(op, x, vectors, x.ndim - 1)
+    weights = [op.shadow(a, buffers=True) for a in op.args[2:4] if isinstance(a, torch.Tensor)]
+    _settle(op, [op.shadow(x), *weights])
 
 
 def group_norm(op: Operation) -> None:

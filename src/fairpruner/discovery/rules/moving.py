@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,23 +11,27 @@ import torch
 from fairpruner.discovery.failing import OUT_OF_MEMORY
 from fairpruner.discovery.ids import NONE, Usage
 from fairpruner.discovery.rules.operation import Operation, unknown
-from fairpruner.discovery.shadow import IdMap, Shadow
-from fairpruner.models.torch_private import is_in_place, tree_map_only
+from fairpruner.discovery.shadow import IdMap, Shadow, extent
+from fairpruner.models.torch_private import base_of, is_in_place, tree_map_only
 
 
 def movement(op: Operation) -> None:
     """view, permute, cat, index, pad, …"""
     shadows = [op.shadow(t) for t in op.tensors]
+    buffer = not any(s.maps for s in shadows)
     weight = all(s.weight or not s.maps for s in shadows)
-    if op.name == "cat" and weight:
-        # A buffer concatenated with weights is a part of a weight, as the zero bias of keys in a fused qkv.
+    if buffer or op.name == "cat":
+        # What a buffer or zeros are joined to decides what they are: a part of a weight, as the zero bias
+        # of keys in a fused qkv, or of an activation, as the initial state of a recurrence.
+        dim = None if weight else op.option(1, "dim", 0)
         shadows = [
-            s if s.maps else op.recorder.named_shadow(t) for s, t in zip(shadows, op.tensors, strict=True)
+            s if s.maps else _along(op.shadow(t, buffers=True), dim)
+            for s, t in zip(shadows, op.tensors, strict=True)
         ]
     depth = max(len(s.maps) for s in shadows)
     try:
         moved = [
-            _moved(op, {id(t): _layer(t, s, k) for t, s in zip(op.tensors, shadows, strict=True)})
+            _moved(op, {id(t): _stand_in(t, s, k) for t, s in zip(op.tensors, shadows, strict=True)})
             for k in range(depth)
         ]
     except (RuntimeError, NotImplementedError, TypeError) as error:
@@ -39,11 +44,21 @@ def movement(op: Operation) -> None:
     ):
         return unknown(op)
     for position, result in enumerate(op.results):
-        op.put([maps[position] for maps in moved], weight, result)
+        maps_of_result = tuple(maps[position] for maps in moved)
+        op.recorder.put(result, Shadow(maps_of_result, weight, buffer))
     return None
 
 
-def _layer(tensor: torch.Tensor, shadow: Shadow, position: int) -> IdMap:
+def _along(shadow: Shadow, dim: int | None) -> Shadow:
+    """The shadow with the maps along one dimension alone, since an activation mostly has just one map."""
+    return (
+        shadow
+        if dim is None
+        else replace(shadow, maps=tuple(idmap for idmap in shadow.maps if extent(idmap)[dim]))
+    )
+
+
+def _stand_in(tensor: torch.Tensor, shadow: Shadow, position: int) -> IdMap:
     """The map that stands for a tensor: all NONE where it has no map, itself where it holds indices."""
     if position < len(shadow.maps):
         return shadow.maps[position]
@@ -89,15 +104,36 @@ def _cat(maps: Sequence[IdMap], dim: int = 0) -> IdMap:
 
 def unchanged(op: Operation) -> None:
     """clone, dropout in eval mode, conversions: the result is the first argument, element by element."""
-    op.recorder.put(op.result, op.shadow(op.args[0]))
+    op.recorder.put(op.result, op.shadow(op.args[0], buffers=True))
 
 
 def copied(op: Operation) -> None:
-    """copy_ into a whole tensor: it takes the shadow of the source. A part of a tensor is not followed."""
+    """copy_: the target takes the shadow of the source. If it is a slice of a tensor along dimensions that
+    hold no units, so does the whole tensor.
+    """
     target, source = op.args[:2]
-    if not is_whole(target):
+    maps = [idmap.expand(target.shape) for idmap in op.shadow(source).maps]
+    if is_whole(target):
+        return op.put(maps, result=target)
+    base = base_of(target)
+    if base is target or base.ndim != target.ndim:
         return unknown(op)
-    return op.put([idmap.expand(target.shape) for idmap in op.shadow(source).maps], result=target)
+    sliced = [d for d in range(base.ndim) if base.shape[d] != target.shape[d]]
+    if any(extent(idmap)[d] for idmap in maps for d in sliced):
+        return unknown(op)
+    for d in sliced:
+        maps = [idmap.narrow(d, 0, 1) for idmap in maps]
+    spread = Shadow(tuple(idmap.expand(base.shape) for idmap in maps))
+    for tensor, shadow in ((target, Shadow(tuple(i.expand(target.shape) for i in maps))), (base, spread)):
+        op.put(op.algebra.combine(op.shadow(tensor), shadow, tensor.shape), result=tensor)
+    return None
+
+
+def packed(op: Operation) -> None:
+    """_pack_padded_sequence: steps and samples become rows, [steps, batch, features] -> [rows, features]."""
+    shadow = op.shadow(op.args[0])
+    rows = op.algebra.reduce_all(shadow.maps, (0, 1))
+    op.put([idmap.flatten(0, 1).expand(op.result.shape) for idmap in rows], shadow.weight)
 
 
 def is_whole(tensor: torch.Tensor) -> bool:

@@ -54,8 +54,8 @@ class Operation:
         """An argument given by position or by name."""
         return self.args[position] if len(self.args) > position else self.kwargs.get(name, default)
 
-    def shadow(self, tensor: Any) -> Shadow:
-        return self.recorder.shadow(tensor)
+    def shadow(self, tensor: Any, *, buffers: bool = False) -> Shadow:
+        return self.recorder.shadow(tensor, buffers=buffers)
 
     def put(self, maps: Sequence[IdMap], weight: bool = False, result: torch.Tensor | None = None) -> None:
         """Give a result its shadow; the first one if none is named."""
