@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils import backend_registration
@@ -27,6 +28,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 NAME = "pretend"
 # Operations that may meet tensors of several devices; the result lies where the first of them does.
 CROSSING = frozenset(["_to_copy", "copy_", "index", "index_put", "index_put_", "_local_scalar_dense"])
+
+if not hasattr(backend_registration, "_DummyBackendModule"):
+    pytest.skip(f"torch {torch.__version__} cannot pretend a device", allow_module_level=True)
 
 
 class _Backend(backend_registration._DummyBackendModule):
