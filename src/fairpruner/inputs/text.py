@@ -5,7 +5,6 @@ the model wants.
 from __future__ import annotations
 
 import csv
-import importlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from fairpruner.core.arrays import Ints
 from fairpruner.core.reading import parse_json
-from fairpruner.errors import FairprunerError, unknown
+from fairpruner.errors import FairprunerError, import_extra, unknown
 from fairpruner.inputs.data_files import MOST_CLASSES, TEXT_LIMIT, read_bytes
 from fairpruner.inputs.datasets import Sampling, choose
 
@@ -127,12 +126,7 @@ def _read_csv(content: bytes, path: Path) -> list[Any]:
 
 
 def _read_parquet(content: bytes, path: Path) -> list[Any]:
-    try:
-        parquet = importlib.import_module("pyarrow.parquet")
-    except ModuleNotFoundError as error:
-        raise FairprunerError(
-            f"Parquet files need a package that is not installed ({error.name}): pip install pyarrow."
-        ) from error
+    parquet: Any = import_extra("pyarrow.parquet", "text", "Parquet files")
     file = parquet.ParquetFile(BytesIO(content))
     groups = (file.metadata.row_group(i).total_byte_size for i in range(file.metadata.num_row_groups))
     if file.metadata.num_rows > MOST_ROWS or sum(groups) > TEXT_LIMIT:
