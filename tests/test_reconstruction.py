@@ -146,3 +146,17 @@ def test_a_linear_net_by_hand() -> None:
     np.testing.assert_allclose(
         np.sort(found), np.divide(brute_force(damped, weights, 1)[1], flops), rtol=1e-6
     )
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 1e4])
+def test_inputs_of_rank_one_are_scored(scale: float) -> None:
+    model = nn.Sequential(nn.Linear(4, 12), nn.ReLU(), nn.Linear(12, 3)).eval()
+    inputs = torch.randn(64, 1) * 1e-3 + scale * torch.ones(64, 4)  # float32 rounding exceeds the variance
+    scores = fp.score(model, [(inputs, torch.arange(64) % 3)], removal="reconstruction")
+    assert np.isfinite(scores.removal["0"]).all()
+
+
+def test_an_indefinite_covariance_takes_more_damping() -> None:
+    errors = greedy_errors(np.array([[1.0, 1.0 + 1e-5], [1.0 + 1e-5, 1.0]]), np.ones((2, 2)), 2)
+    assert np.isfinite(errors).all()
+    assert (np.diff(np.sort(errors)) > 0).all()

@@ -42,6 +42,7 @@ from fairpruner.scoring.signals.base import Accumulator, Context, Observation, R
 # The share of the mean variance that is added to every variance, so that redundant units leave the covariance
 # invertible.
 DAMPING = 1e-6
+MOST_RAISES = 16  # of the damping, tenfold each; a covariance that is not finite stays so and is reported
 BLOCK_ROWS = 64  # rows that are removed between two updates of the matrices
 
 
@@ -175,12 +176,16 @@ def greedy_errors(covariance: Floats | Tensor, weights: Floats | Tensor, units: 
 
 
 def _damped_inverse(covariance: Tensor) -> Tensor:
+    variance = float(covariance.diagonal().mean())
+    damping = DAMPING * (variance if variance > 0 else 1.0)
     damped = covariance.clone()
-    damped.diagonal().add_(DAMPING * float(damped.diagonal().mean()) or 1.0)
-    factor, info = torch.linalg.cholesky_ex(damped)
-    if int(info):  # rounding may leave a covariance of redundant units slightly indefinite
-        inverse: Tensor = torch.linalg.inv(damped)
-        return inverse
+    for _ in range(MOST_RAISES):
+        damped.diagonal().add_(damping)
+        factor, failed = torch.linalg.cholesky_ex(damped)
+        if not int(failed):
+            break
+        # Rounding left the covariance of redundant or constant units indefinite: it takes more damping.
+        damping *= 10
     return torch.cholesky_inverse(factor, out=damped)  # over the old one, since wide spaces take gigabytes
 
 
@@ -232,7 +237,7 @@ class _Remaining:
         scaled, gains, carried = (t[:, :used] for t in (self._scaled, self._gains, self._carried))
         column = self._inverse[:, gone] - scaled @ scaled[gone].T  # A_:j as it is now, [R, D]
         read = self._gram[:, gone] + gains @ carried[gone].T + carried @ gains[gone].T  # G_:j as it is now
-        factor = torch.linalg.cholesky(column[gone])  # A_jj = L L'
+        factor, _ = torch.linalg.cholesky_ex(column[gone])  # A_jj = L L'
         new_scaled = torch.linalg.solve_triangular(factor.mT, column, upper=True, left=False)  # A_:j L^-T
         gain = -torch.linalg.solve_triangular(factor, new_scaled, upper=False, left=False)  # -A_:j A_jj^-1
         gain[gone] = -torch.eye(self._width, dtype=gain.dtype)
