@@ -587,13 +587,11 @@ def test_repair_by_position_leaves_listed_experts_alone(method: str) -> None:
     plan = fp.Plan.removing(
         fp.discover(model, example), {"blocks.0": (0, 3), "blocks.0.experts.0.up": (1, 2)}
     )
-    small, notes = fp.cut(model, plan), []
-    again = fp.repair(
-        small, model, plan, [(example, model(example).detach())], method=method, loss=F.mse_loss, notes=notes
-    )
+    small, data = fp.cut(model, plan), [(example, model(example).detach())]
+    again, notes = fp.repair_with_notes(small, model, plan, data, method=method, loss=F.mse_loss)
     assert difference(small, again, example) == 0
     assert notes
-    assert all("'merge' can mend those" in note.reason for note in notes)
+    assert all("'merge' can repair those" in note.reason for note in notes)
 
 
 def test_silenced_rows_stay_silent_through_casts_copies_and_products() -> None:

@@ -229,8 +229,8 @@ def test_spaces_that_were_left_out_stay_whole() -> None:
         ),
         (lambda s, t: replace(t, multiple=0), "multiple of at least 1"),
         (lambda s, t: replace(t, original=0.0), "a time above 0"),
-        (lambda s, t: TimedOp((0,), -1.0, 0.0, 0.0, (1.0,)), "no negative time"),
-        (lambda s, t: TimedOp((0,), 1.0, 0.0, 0.0, ()), "the width of each of its axes"),
+        (lambda s, t: TimedOp((0,), -1.0, 0.0, 0.0, (1.0,)), "times that are not negative"),
+        (lambda s, t: TimedOp((0,), 1.0, 0.0, 0.0, ()), "one width time per axis"),
         (lambda s, t: replace(t, ops=(TimedOp((9,), 1.0, 0.0, 0.0, (0.0,)),)), "its own 4 axes"),
     ],
 )
