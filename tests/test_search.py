@@ -22,7 +22,7 @@ from fairpruner.repair.tuning import _blocks, tune
 from fairpruner.search import Search, make_candidates, useful_removals
 from fairpruner.search.candidates import is_stream
 from fairpruner.search.judging import Judge
-from fairpruner.search.parts import split
+from fairpruner.search.samples import split
 
 CPU = torch.device("cpu")
 

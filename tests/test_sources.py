@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import fairpruner as fp
-from fairpruner.inputs.datasets import Preprocessing, Sampling, choose, example_of, load_data
+from fairpruner.inputs.datasets import Preprocessing, Sampling, draw_balanced, example_of, load_data
 from fairpruner.inputs.sources import example_for, factory_of, load_model, load_weights, resolve, transform_of
 
 NET = """
@@ -280,7 +280,7 @@ def test_chosen_samples_are_as_even_over_classes_as_they_can_be(
     labels: list[int], samples: int, seed: int
 ) -> None:
     every = np.array(labels)
-    chosen = choose(every, samples, seed)
+    chosen = draw_balanced(every, samples, seed)
     assert len(set(chosen.tolist())) == len(chosen) == min(samples, len(labels))
     took, has = np.bincount(every[chosen], minlength=5), np.bincount(every, minlength=5)
     most = took.max()

@@ -14,7 +14,7 @@ from torch import nn
 from fairpruner.errors import FairprunerError, import_extra, unknown
 from fairpruner.evaluation.tasks import TASKS, Task
 from fairpruner.evaluation.unseen import check_unseen
-from fairpruner.inputs.datasets import choose
+from fairpruner.inputs.datasets import draw_balanced
 from fairpruner.inputs.text import Row
 from fairpruner.models.calling import evaluating
 from fairpruner.terminal import silenced
@@ -67,7 +67,7 @@ def _drawn(task: Task, rows: list[Row], limit: int | None) -> list[Row]:
         raise FairprunerError(f"limit is {limit}, expected at least 1 item.")
     kinds = [(task.category or task.answer)(row) for row in rows]
     _, labels = np.unique(kinds, return_inverse=True)
-    return [rows[i] for i in np.sort(choose(labels.astype(np.int64), limit, seed=0))]
+    return [rows[i] for i in np.sort(draw_balanced(labels.astype(np.int64), limit, seed=0))]
 
 
 def _result(task: Task, rows: Sequence[Row], answers: np.ndarray) -> TaskResult:

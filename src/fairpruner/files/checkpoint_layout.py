@@ -26,7 +26,7 @@ State = dict[str, torch.Tensor]
 
 
 @dataclass
-class Part:
+class ConvertedTensors:
     """Some tensors of the files and the conversion that makes of them one or a few tensors of the model."""
 
     target: str  # the first tensor of the model that it makes
@@ -59,7 +59,7 @@ class Part:
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
 
-def parts_of(model: Any, names: Collection[str]) -> list[Part]:
+def parts_of(model: Any, names: Collection[str]) -> list[ConvertedTensors]:
     """How the tensors of files become those of a model, as `transformers` would load them; names that it
     would not use are left out.
 
@@ -70,7 +70,7 @@ def parts_of(model: Any, names: Collection[str]) -> list[Part]:
     converters = [t for t in mapping if isinstance(t, loading.WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     known = model.state_dict()
-    parts: dict[str, Part] = {}
+    parts: dict[str, ConvertedTensors] = {}
     for name in sorted(names, key=loading.dot_natural_key):
         target, pattern = loading.rename_source_key(
             name, renamings, converters, model.base_model_prefix, known
@@ -80,7 +80,7 @@ def parts_of(model: Any, names: Collection[str]) -> list[Part]:
         if target not in known:
             continue
         fresh = by_pattern[pattern] if pattern else loading.WeightRenaming(name, target)
-        parts.setdefault(target, Part(target, fresh)).sources.append((name, pattern or name))
+        parts.setdefault(target, ConvertedTensors(target, fresh)).sources.append((name, pattern or name))
     note_conversions(model, [t for t in mapping if t.was_used()])
     return list(parts.values())
 

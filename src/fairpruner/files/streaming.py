@@ -17,7 +17,7 @@ from fairpruner.core.arrays import Ints
 from fairpruner.core.plan import Plan
 from fairpruner.core.writing import is_at_or_below
 from fairpruner.errors import FairprunerError
-from fairpruner.files.checkpoint_layout import Part, as_in_files, parts_of
+from fairpruner.files.checkpoint_layout import ConvertedTensors, as_in_files, parts_of
 from fairpruner.files.folders import SHARD_SIZE, new_folder, seal, write_papers
 from fairpruner.files.pretrained_files import GENERATION, copy_files
 from fairpruner.files.shards import parse_size, write_shards
@@ -98,7 +98,7 @@ def _names(file: Path) -> list[str]:
 
 
 def _pieces(
-    model: Any, small: Any, parts: list[Part], holders: Mapping[str, Path], kept: Kept
+    model: Any, small: Any, parts: list[ConvertedTensors], holders: Mapping[str, Path], kept: Kept
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of the smaller model as files hold them, each after the other."""
     shapes = {name: tensor.shape for name, tensor in small.state_dict().items()}
@@ -124,7 +124,9 @@ def _pieces(
         )
 
 
-def _cut_part(model: Any, part: Part, holders: Mapping[str, Path], kept: Kept) -> dict[str, torch.Tensor]:
+def _cut_part(
+    model: Any, part: ConvertedTensors, holders: Mapping[str, Path], kept: Kept
+) -> dict[str, torch.Tensor]:
     """The model's tensors that a part makes, without what goes; of experts that are stacked only those
     that stay are read.
     """

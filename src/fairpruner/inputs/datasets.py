@@ -99,11 +99,11 @@ def load_data(
     return _Loader(resolve(source), source, sampling.samples)
 
 
-def choose(labels: Ints, samples: int | None, seed: int) -> Ints:
+def draw_balanced(labels: Ints, samples: int | None, seed: int) -> Ints:
     """Positions of `samples` items, taken from every class in turn, so that classes are as even as they
     can be.
 
-    >>> sorted(np.array([0, 0, 0, 0, 1])[choose(np.array([0, 0, 0, 0, 1]), 3, seed=0)].tolist())
+    >>> sorted(np.array([0, 0, 0, 0, 1])[draw_balanced(np.array([0, 0, 0, 0, 1]), 3, seed=0)].tolist())
     [0, 0, 1]
     """
     mixed = np.random.default_rng(seed).permutation(labels.size)
@@ -117,7 +117,7 @@ def choose(labels: Ints, samples: int | None, seed: int) -> Ints:
 
 def _batches(dataset: Dataset[Any], labels: Ints, sampling: Sampling) -> Iterable[Any]:
     return DataLoader(
-        Subset(dataset, choose(labels, sampling.samples, sampling.seed).tolist()),
+        Subset(dataset, draw_balanced(labels, sampling.samples, sampling.seed).tolist()),
         sampling.batch_size,
         collate_fn=_stack,
     )

@@ -20,7 +20,7 @@ from fairpruner.core.arrays import Ints
 from fairpruner.core.reading import parse_json
 from fairpruner.errors import FairprunerError, import_extra, unknown
 from fairpruner.inputs.data_files import MOST_CLASSES, TEXT_LIMIT, read_bytes
-from fairpruner.inputs.datasets import Sampling, choose
+from fairpruner.inputs.datasets import Sampling, draw_balanced
 
 MOST_ROWS = 10**7
 NUMBER = re.compile(r"[0-9]{1,18}")  # a class index as text
@@ -86,7 +86,7 @@ def load_text(
         )
         return batch if columns.label is None else {**batch, "labels": torch.from_numpy(labels[chosen])}
 
-    positions: list[int] = choose(labels, sampling.samples, sampling.seed).tolist()
+    positions: list[int] = draw_balanced(labels, sampling.samples, sampling.seed).tolist()
     return DataLoader(positions, sampling.batch_size, collate_fn=tokenise)  # type: ignore[arg-type]  # a list serves as a dataset
 
 

@@ -64,35 +64,35 @@ def _refit_block(job: Job, block: ExpertBlock) -> Note:
 
 
 @dataclass(frozen=True)
-class Part:
+class SolvedTogether:
     """Matrices of a block that are solved for together: some of its experts, and some of its tails."""
 
     experts: range
     tails: range
 
 
-def parts(sizes: Sequence[int], experts: int) -> list[Part]:
+def parts(sizes: Sequence[int], experts: int) -> list[SolvedTogether]:
     """Matrices with so many features each, the `experts` first, in runs of at most MOST_FEATURES features.
 
     A matrix with more than that is a part by itself.
 
     >>> parts([1500, 1500, 1500, 5000], experts=3)
     ... # doctest: +NORMALIZE_WHITESPACE
-    [Part(experts=range(0, 2), tails=range(0, 0)),
-     Part(experts=range(2, 3), tails=range(0, 0)),
-     Part(experts=range(3, 3), tails=range(0, 1))]
+    [SolvedTogether(experts=range(0, 2), tails=range(0, 0)),
+     SolvedTogether(experts=range(2, 3), tails=range(0, 0)),
+     SolvedTogether(experts=range(3, 3), tails=range(0, 1))]
     """
     found, start = [], 0
     for stop in range(1, len(sizes) + 1):
         if stop == len(sizes) or sum(sizes[start : stop + 1]) > MOST_FEATURES:
             inside = range(min(start, experts), min(stop, experts))
             beside = range(max(start - experts, 0), max(stop - experts, 0))
-            found.append(Part(inside, beside))
+            found.append(SolvedTogether(inside, beside))
             start = stop
     return found
 
 
-def _refit_part(block: str, matrices: _LastMatrices, part: Part, calls: BlockCalls) -> Note:
+def _refit_part(block: str, matrices: _LastMatrices, part: SolvedTogether, calls: BlockCalls) -> Note:
     """Fit some of a block's matrices to what the block's output misses by now."""
     halves: Halves | None = None
     for call in calls:
@@ -173,7 +173,7 @@ class _LastMatrices:
         width = 0 if inner is None else inner.shape[1]
         self.sizes = [width] * self.experts + [tail.in_features for tail in self._tails]
 
-    def features(self, call: BlockCall, part: Part) -> tuple[_Features, Tensor]:
+    def features(self, call: BlockCall, part: SolvedTogether) -> tuple[_Features, Tensor]:
         """The features of a part, and what the block's output misses, [T, H]."""
         run = self._run(call)
         missing = call.target - widened(run.out.detach())
@@ -194,7 +194,7 @@ class _LastMatrices:
         expert = router.expert[ours] - part.experts.start
         return _Features(router.token[ours], expert, values, len(part.experts), tails), missing
 
-    def add(self, part: Part, slope: Tensor) -> None:
+    def add(self, part: SolvedTogether, slope: Tensor) -> None:
         """Add a fit [p, H] to the part's matrices."""
         experts: Any = self._model.get_submodule(self._block.experts)
         weights = [

@@ -25,7 +25,7 @@ from fairpruner.repair import repair
 from fairpruner.repair.tuning import tune
 from fairpruner.search.candidates import Candidate
 from fairpruner.search.judging import Judge
-from fairpruner.search.parts import JUDGED, SHARES, Part, split
+from fairpruner.search.samples import JUDGED, SHARES, SampleSet, split
 from fairpruner.surgery import cut
 from fairpruner.terminal import announce
 
@@ -130,7 +130,7 @@ class _Bench:
     """The original, the samples to repair on, who judges, and what was tried so far."""
 
     model: nn.Module
-    fitting: Part
+    fitting: SampleSet
     judge: Judge
     device: torch.device
     search: Search
@@ -163,7 +163,7 @@ class _Bench:
         chosen = next(n for n, trial in enumerate(lines) if trial.distance == least)
         return tuple(replace(trial, chosen=n == chosen) for n, trial in enumerate(lines))
 
-    def _judged(self, candidate: Candidate, small: nn.Module, method: str, part: Part) -> _Repaired:
+    def _judged(self, candidate: Candidate, small: nn.Module, method: str, part: SampleSet) -> _Repaired:
         found = self.judge.distance(small)
         kept = candidate.plan.share(self.search.keep.counted_in)
         made = candidate.removal, candidate.rule, candidate.spaces

@@ -17,7 +17,7 @@ SHARES = 8  # the other samples are dealt into this many equal shares
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class SampleSet:
     """Some samples of the data, the same ones each time it is read."""
 
     data: Iterable[Any]
@@ -44,7 +44,7 @@ class Part:
         judging = numbers % JUDGED == JUDGED - 1
         return judging if self.judging else ~judging & (numbers // JUDGED % SHARES < self.shares)
 
-    def share(self, shares: int) -> Part:
+    def share(self, shares: int) -> SampleSet:
         """So many of its shares."""
         return replace(self, shares=shares)
 
@@ -53,11 +53,11 @@ class Part:
         return int(self._holds(torch.arange(self.total)).sum())
 
 
-def split(data: Iterable[Any], device: torch.device) -> tuple[Part, Part]:
+def split(data: Iterable[Any], device: torch.device) -> tuple[SampleSet, SampleSet]:
     """The samples that repairs look at and those that judge; with fewer than JUDGED, all do both."""
     ordered = _in_order(data)
     total = sum(batch.size for batch in read_batches(ordered, device))
-    fitting, judging = (Part(ordered, device, total, judging) for judging in (False, True))
+    fitting, judging = (SampleSet(ordered, device, total, judging) for judging in (False, True))
     return (fitting, judging) if judging.samples else (fitting, fitting)
 
 
