@@ -53,8 +53,8 @@ _GROUPS: dict[Rule, str] = {
     gathered: "index_add index_put",
     glu: "glu",
     elementwise: (
-        "_weight_norm_interface hardswish log_sigmoid_forward rrelu_with_noise _prelu_kernel addcmul addcdiv"
-        " lerp"
+        "_weight_norm_interface hardswish leaky_relu log_sigmoid_forward rrelu_with_noise _prelu_kernel"
+        " addcmul addcdiv lerp"
     ),
     reduction(1): "sum mean amax amin logsumexp var std var_mean prod any all max min",
     reduction(2): "linalg_vector_norm",

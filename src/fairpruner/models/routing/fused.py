@@ -52,7 +52,8 @@ def running_fused(
             down = experts.down_proj.mT if experts.is_transposed else experts.down_proj
             inner = consumed(inner[order.argsort()], down)[order]
         output = gated(_products(experts, "down_proj", inner, counts), gate)  # [P, H]
-        if experts.has_post_expert_norm:
+        normed = getattr(experts, "has_post_expert_norm", False)  # transformers 5.18 does not have it
+        if normed:
             output = experts.post_expert_norm(output)
         output = output * weight[:, None]
         if experts in fused:
@@ -67,7 +68,7 @@ def running_fused(
                     norm=norms(output),
                     gates=(gate,),
                     logits=logits_in(tensors, block, len(hidden)),
-                    inner=None if experts.has_post_expert_norm else inner.detach(),
+                    inner=None if normed else inner.detach(),
                 )
             )
         return torch.zeros_like(hidden).index_add(0, token, output.to(hidden.dtype))
