@@ -109,8 +109,10 @@ def _blamed(failure: Failure, spaces: Sequence[UnitSpace]) -> list[UnitSpace]:
 
 
 def _form(space: UnitSpace) -> tuple[object, ...]:
-    """What spaces at corresponding places of repeated blocks have in common: names without numbers."""
-    parts = {(re.sub(r"\d+", "#", part.tensor), part.dim, part.role) for part in space.slices}
+    """What spaces at corresponding places of repeated blocks have in common: names without the numbers of
+    blocks. A number right before the tensor's name tells layers of one block apart, so it stays.
+    """
+    parts = {(re.sub(r"(^|\.)\d+(?=\.\w+\.)", r"\1#", s.tensor), s.dim, s.role) for s in space.slices}
     return (space.kind, *sorted(parts))
 
 
