@@ -10,8 +10,10 @@ import numpy as np
 
 from fairpruner.allocation import allocate, sweep
 from fairpruner.core.budget import Budget
+from fairpruner.core.cost_model import CostModel, Factor, Term
 from fairpruner.core.scores import Scores
-from fairpruner.core.spaces import CostModel, Factor, Spaces, Term, UnitSpace
+from fairpruner.core.spaces import Spaces
+from fairpruner.core.units import UnitSpace
 
 RESNET50_STAGES = ((64, 3, 56), (128, 4, 28), (256, 6, 14), (512, 3, 7))  # width, blocks, resolution
 

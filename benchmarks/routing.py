@@ -36,7 +36,8 @@ from torch import Tensor, nn
 import fairpruner as fp
 from fairpruner import evaluation
 from fairpruner.core.correlation import spearman
-from fairpruner.core.spaces import Kind, Spaces
+from fairpruner.core.spaces import Spaces
+from fairpruner.core.units import Kind
 from fairpruner.inputs.hugging_face import pretrained
 from fairpruner.scoring.signals import Accumulator, BatchInfo, Context, Result, Signal
 

@@ -23,9 +23,9 @@ import torch
 from torch import nn
 
 import fairpruner as fp
+from fairpruner.core.cost_model import Factor
 from fairpruner.core.latency import LatencyTable, TimedOp
 from fairpruner.core.sealed import digest, write_tensors
-from fairpruner.core.spaces import Factor
 from fairpruner.core.tensor_files import read_all
 from fairpruner.inputs.datasets import Preprocessing, Sampling, load_data
 from fairpruner.inputs.hugging_face import configuration

@@ -9,8 +9,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from fairpruner.core.arrays import Floats, Ints
+from fairpruner.core.cost_model import CostModel, Factor, Term
 from fairpruner.core.scores import Scores
-from fairpruner.core.spaces import CostModel, Factor, Slice, Spaces, Term, UnitSpace
+from fairpruner.core.spaces import Spaces
+from fairpruner.core.units import Slice, UnitSpace
 
 INPUTS, OUTPUTS = 3, 10
 

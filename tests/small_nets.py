@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fairpruner.core.spaces import CostModel, Role, Slice, Spaces, UnitSpace
+from fairpruner.core.cost_model import CostModel
+from fairpruner.core.spaces import Spaces
+from fairpruner.core.units import Role, Slice, UnitSpace
 from fairpruner.models.fingerprint import fingerprint
 
 Part = (

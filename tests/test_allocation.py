@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from fairpruner.allocation import allocate, shuffled, sweep
 from fairpruner.core.budget import METRICS, Budget, Metric
+from fairpruner.core.cost_model import CostModel, Factor, Term
 from fairpruner.core.costs import predict
 from fairpruner.core.plan import Plan
 from fairpruner.core.scores import Scores
-from fairpruner.core.spaces import CostModel, Factor, Term
 from fairpruner.core.tod import conflict_curve, removal_order
 from fairpruner.errors import FairprunerError, FairprunerWarning
 

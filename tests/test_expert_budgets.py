@@ -18,8 +18,8 @@ from torch import nn
 import fairpruner as fp
 from fairpruner.allocation import shuffled, sweep
 from fairpruner.allocation.composition import remaining
+from fairpruner.core.cost_model import CostModel
 from fairpruner.core.scores import Scores
-from fairpruner.core.spaces import CostModel
 from fairpruner.models.experts import expert_blocks
 
 

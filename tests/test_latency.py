@@ -22,10 +22,11 @@ from typer.testing import CliRunner
 import fairpruner as fp
 from fairpruner.allocation.allocator import Allocator
 from fairpruner.cli import app
+from fairpruner.core.cost_model import Factor, Term
 from fairpruner.core.costs import Lengths
 from fairpruner.core.latency import LatencyTable, TimedOp
 from fairpruner.core.scores import Scores
-from fairpruner.core.spaces import Factor, Spaces, Term
+from fairpruner.core.spaces import Spaces
 from fairpruner.demo import build
 from fairpruner.discovery.trace import trace
 from fairpruner.measuring import fitting, profiling

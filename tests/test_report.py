@@ -22,7 +22,9 @@ from zoo import SMALL
 
 import fairpruner as fp
 from fairpruner.core.budget import METRICS
-from fairpruner.core.spaces import CostModel, Factor, Spaces, Term, UnitSpace
+from fairpruner.core.cost_model import CostModel, Factor, Term
+from fairpruner.core.spaces import Spaces
+from fairpruner.core.units import UnitSpace
 from fairpruner.reporting import Report, report
 from fairpruner.reporting.facts import costs_by_space
 from fairpruner.reporting.page import payload, render_page

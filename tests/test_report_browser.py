@@ -20,9 +20,9 @@ from hand_spaces import random_scores
 
 import fairpruner as fp
 from fairpruner.core.budget import METRICS
+from fairpruner.core.cost_model import Term
 from fairpruner.core.latency import LatencyTable, TimedOp
 from fairpruner.core.scores import Scores
-from fairpruner.core.spaces import Term
 from fairpruner.demo import build
 from fairpruner.reporting import report
 

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from fairpruner.core.cost_model import CostModel
 from fairpruner.core.scores import Scores
-from fairpruner.core.spaces import CostModel, Spaces
+from fairpruner.core.spaces import Spaces
 from fairpruner.errors import FairprunerError
 from fairpruner.inputs.batches import read_batches
 from fairpruner.scoring.score import score

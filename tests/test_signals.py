@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fairpruner.core.arrays import Floats
-from fairpruner.core.spaces import Slice, Spaces, UnitSpace
+from fairpruner.core.spaces import Spaces
+from fairpruner.core.units import Slice, UnitSpace
 from fairpruner.errors import FairprunerError
 from fairpruner.scoring.score import score
 from fairpruner.scoring.signals import Taylor, Wasserstein, names, protection_signal, removal_signal

@@ -21,12 +21,14 @@ from torch import nn
 import fairpruner as fp
 from fairpruner.core import sealed as storage
 from fairpruner.core.arrays import decode_runs, encode_runs
+from fairpruner.core.cost_model import CostModel, Factor, Term
 from fairpruner.core.costs import predict
 from fairpruner.core.plan import Plan
 from fairpruner.core.scores import Scores
 from fairpruner.core.sealed import digest, readable
-from fairpruner.core.spaces import CostModel, Count, Factor, Slice, Spaces, Term, UnitSpace
+from fairpruner.core.spaces import Spaces
 from fairpruner.core.trials import Trial
+from fairpruner.core.units import Count, Slice, UnitSpace
 from fairpruner.files import folders
 
 

@@ -22,9 +22,9 @@ from test_storage import hand_made_scores
 from torch import nn
 
 import fairpruner as fp
+from fairpruner.core.cost_model import Factor
 from fairpruner.core.latency import LatencyTable, TimedOp
 from fairpruner.core.sealed import digest, read_tensors
-from fairpruner.core.spaces import Factor
 from fairpruner.inputs import data_files
 from fairpruner.inputs import text as texts
 from fairpruner.inputs.data_files import read_bytes

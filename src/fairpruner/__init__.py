@@ -9,9 +9,10 @@ from fairpruner.core.budget import Budget
 from fairpruner.core.latency import LatencyTable
 from fairpruner.core.plan import Plan
 from fairpruner.core.scores import Scores
-from fairpruner.core.spaces import Spaces, UnitSpace
+from fairpruner.core.spaces import Spaces
 from fairpruner.core.tod import ConflictCurve, conflict_curve
 from fairpruner.core.trials import Trial
+from fairpruner.core.units import UnitSpace
 from fairpruner.discovery import discover
 from fairpruner.errors import FairprunerError, FairprunerWarning
 from fairpruner.files.folders import load, save

@@ -16,8 +16,8 @@ from fairpruner.core.costs import predict
 from fairpruner.core.latency import LatencyTable
 from fairpruner.core.plan import Plan
 from fairpruner.core.scores import Scores
-from fairpruner.core.spaces import KINDS, Kind
 from fairpruner.core.tod import removal_order
+from fairpruner.core.units import KINDS, Kind
 from fairpruner.errors import FairprunerError, FairprunerWarning, check_whole_number
 
 __all__ = ["RULES", "allocate", "shuffled", "sweep"]
@@ -50,7 +50,9 @@ def allocate(
     also predict milliseconds, budgets of `latency` and `latency_ms` are possible, and `multiple_of="auto"`
     takes the multiple from the table.
 
-    >>> from fairpruner.core.spaces import CostModel, Spaces, UnitSpace
+    >>> from fairpruner.core.cost_model import CostModel
+    >>> from fairpruner.core.spaces import Spaces
+    >>> from fairpruner.core.units import UnitSpace
     >>> spaces = Spaces((UnitSpace("conv", "channel", 4, slices=()),), {}, CostModel((), (), ()), "")
     >>> aligned = {"conv": np.array([0.4, 0.1, 0.2, 0.3])}
     >>> scores = Scores(spaces, {"l1": aligned}, {"taylor": aligned}, samples=1)
@@ -106,7 +108,9 @@ def sweep(
 ) -> list[Plan]:
     """One plan for each amount to keep of a metric, the same as from `allocate`, but faster for many.
 
-    >>> from fairpruner.core.spaces import CostModel, Spaces, UnitSpace
+    >>> from fairpruner.core.cost_model import CostModel
+    >>> from fairpruner.core.spaces import Spaces
+    >>> from fairpruner.core.units import UnitSpace
     >>> spaces = Spaces((UnitSpace("conv", "channel", 4, slices=()),), {}, CostModel((), (), ()), "")
     >>> aligned = {"conv": np.array([0.4, 0.1, 0.2, 0.3])}
     >>> scores = Scores(spaces, {"l1": aligned}, {"taylor": aligned}, samples=1)
@@ -120,7 +124,9 @@ def sweep(
 def shuffled(plan: Plan, seed: int) -> Plan:
     """A plan with the same depths and randomly drawn units: the paper's ablation of the removal ranking.
 
-    >>> from fairpruner.core.spaces import CostModel, Spaces, UnitSpace
+    >>> from fairpruner.core.cost_model import CostModel
+    >>> from fairpruner.core.spaces import Spaces
+    >>> from fairpruner.core.units import UnitSpace
     >>> spaces = Spaces((UnitSpace("conv", "channel", 4, slices=()),), {}, CostModel((), (), ()), "")
     >>> plan = Plan(spaces, {"conv": (0, 1)}, alpha=0.0, rule="tod", exact=False, predicted={}, original={})
     >>> shuffled(plan, seed=0).depths, shuffled(plan, seed=0).rule

@@ -23,8 +23,8 @@ from fairpruner.core.costs import CostTable
 from fairpruner.core.latency import LatencyTable, check_table
 from fairpruner.core.plan import Plan
 from fairpruner.core.scores import Scores
-from fairpruner.core.spaces import KINDS, Kind
 from fairpruner.core.tod import check_alpha, conflict_curve, removal_order
+from fairpruner.core.units import KINDS, Kind
 from fairpruner.errors import FairprunerError, unknown
 
 MISSING: dict[Metric, str] = {

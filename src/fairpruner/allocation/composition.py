@@ -11,9 +11,11 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fairpruner.core.arrays import Ints
+from fairpruner.core.cost_model import Factor
 from fairpruner.core.costs import predict
 from fairpruner.core.plan import Plan
-from fairpruner.core.spaces import Factor, Spaces, UnitSpace
+from fairpruner.core.spaces import Spaces
+from fairpruner.core.units import UnitSpace
 from fairpruner.errors import FairprunerError
 from fairpruner.models.fingerprint import fingerprint
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from fairpruner.core.arrays import Ints
 from fairpruner.core.latency import LatencyTable
-from fairpruner.core.spaces import KINDS, UnitSpace
+from fairpruner.core.units import KINDS, UnitSpace
 from fairpruner.errors import FairprunerError, check_whole_number, is_whole_number, unknown
 
 MinKeep = float | Mapping[str, float]  # a count or share for every space, or one for each kind

@@ -15,8 +15,8 @@ from fairpruner.core.budget import METRICS, Budget
 from fairpruner.core.correlation import spearman
 from fairpruner.core.plan import Plan
 from fairpruner.core.scores import Scores
-from fairpruner.core.spaces import UnitSpace
 from fairpruner.core.tod import removal_order
+from fairpruner.core.units import UnitSpace
 from fairpruner.errors import FairprunerError
 from fairpruner.terminal import table_of
 
@@ -105,7 +105,8 @@ class Diagnosis:
 def diagnose(scores: Scores, plan: Plan) -> Diagnosis:
     """Compare a plan with the paper's bounds, and with the rankings from two halves of the data.
 
-    >>> from fairpruner.core.spaces import CostModel, Spaces
+    >>> from fairpruner.core.cost_model import CostModel
+    >>> from fairpruner.core.spaces import Spaces
     >>> spaces = Spaces((UnitSpace("conv", "channel", 4, slices=()),), {}, CostModel((), (), ()), "")
     >>> aligned = {"conv": np.array([0.4, 0.1, 0.2, 0.3])}
     >>> scores = Scores(spaces, {"l1": aligned}, {"taylor": aligned}, samples=1)

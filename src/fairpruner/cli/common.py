@@ -22,7 +22,7 @@ import fairpruner as fp
 from fairpruner.allocation import RULES
 from fairpruner.core.budget import Budget
 from fairpruner.core.latency import LatencyTable
-from fairpruner.core.spaces import KINDS
+from fairpruner.core.units import KINDS
 from fairpruner.errors import FairprunerError, FairprunerWarning
 from fairpruner.inputs.sources import PRETRAINED, is_zoo, load_model
 from fairpruner.inputs.workers import naming_dead_workers

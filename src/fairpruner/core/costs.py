@@ -12,8 +12,9 @@ import numpy as np
 
 from fairpruner.core.arrays import Floats, Ints
 from fairpruner.core.budget import METRICS, Metric
+from fairpruner.core.cost_model import Factor, Term
 from fairpruner.core.latency import LatencyTable
-from fairpruner.core.spaces import Factor, Spaces, Term
+from fairpruner.core.spaces import Spaces
 
 
 class Lengths:

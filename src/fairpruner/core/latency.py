@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 
 from fairpruner.core.arrays import Floats, Ints, runs_length
+from fairpruner.core.cost_model import Factor
 from fairpruner.core.fields import BIGGEST, listed, mapped, real, text, whole
 from fairpruner.core.fields import field as required
 from fairpruner.core.reading import understanding
 from fairpruner.core.sealed import Json, read_json, write_json
-from fairpruner.core.spaces import MOST, Factor, Spaces
+from fairpruner.core.spaces import MOST_NUMBERS, Spaces
 from fairpruner.errors import FairprunerError, another_model
 
 WIDEST = 2**16  # multiple of widths that a machine may want
@@ -130,8 +131,8 @@ class LatencyTable:
         """What `to_json` was given; every field is checked."""
         factors = listed(required(content, "factors"), "factors")
         vectors = [runs for f in factors for runs in mapped(required(f, "owned"), "owned").values()]
-        if sum(runs_length(listed(runs, "an owner vector")) for runs in vectors) > MOST:
-            raise FairprunerError(f"Its vectors have more than {MOST:,} numbers.")
+        if sum(runs_length(listed(runs, "an owner vector")) for runs in vectors) > MOST_NUMBERS:
+            raise FairprunerError(f"Its vectors have more than {MOST_NUMBERS:,} numbers.")
         return LatencyTable(
             factors=tuple(Factor.from_json(factor) for factor in factors),
             ops=tuple(_op(row, len(factors)) for row in listed(required(content, "ops"), "ops")),

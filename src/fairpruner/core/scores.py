@@ -15,7 +15,8 @@ from fairpruner.core.fields import field as required
 from fairpruner.core.fields import listed, mapped, text, whole
 from fairpruner.core.reading import understanding
 from fairpruner.core.sealed import read_tensors, write_tensors
-from fairpruner.core.spaces import Spaces, UnitSpace
+from fairpruner.core.spaces import Spaces
+from fairpruner.core.units import UnitSpace
 from fairpruner.core.writing import written_whole
 from fairpruner.errors import FairprunerError, unknown
 

@@ -8,7 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from fairpruner.core.spaces import CostModel, Factor, Spaces, Term, UnitSpace
+from fairpruner.core.cost_model import CostModel, Factor, Term
+from fairpruner.core.spaces import Spaces
+from fairpruner.core.units import UnitSpace
 from fairpruner.discovery.assemble import as_data_flows, assemble, module_of
 from fairpruner.discovery.costing import cost_model, operation_terms
 from fairpruner.discovery.couple import couple

@@ -9,7 +9,7 @@ import numpy as np
 from torch import nn
 
 from fairpruner.core.arrays import Ints
-from fairpruner.core.spaces import Count, Kind, Role, Slice, UnitSpace
+from fairpruner.core.units import Count, Kind, Role, Slice, UnitSpace
 from fairpruner.discovery.attributes import head_counts
 from fairpruner.discovery.ids import Partition, Usage
 from fairpruner.discovery.recorder import BLANK, SizeAttribute

@@ -10,7 +10,7 @@ import numpy as np
 from torch import nn
 
 from fairpruner.core.arrays import Ints
-from fairpruner.core.spaces import Count, UnitSpace
+from fairpruner.core.units import Count, UnitSpace
 
 # Attributes that count heads: their value is a multiple of the number of units.
 HEADS = (

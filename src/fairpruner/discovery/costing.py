@@ -8,7 +8,8 @@ import numpy as np
 from torch import nn
 
 from fairpruner.core.arrays import Ints
-from fairpruner.core.spaces import CostModel, Factor, Term, UnitSpace
+from fairpruner.core.cost_model import CostModel, Factor, Term
+from fairpruner.core.units import UnitSpace
 from fairpruner.discovery.ids import Partition
 from fairpruner.discovery.trace import Trace
 

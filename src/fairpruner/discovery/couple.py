@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fairpruner.core.spaces import Count, Slice, UnitSpace
+from fairpruner.core.units import Count, Slice, UnitSpace
 
 
 def couple(spaces: Sequence[UnitSpace]) -> list[tuple[UnitSpace, list[str]]]:

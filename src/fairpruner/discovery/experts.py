@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from fairpruner.core.spaces import UnitSpace
+from fairpruner.core.units import UnitSpace
 
 
 class ExpertLists:

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fairpruner.core.spaces import Count, Role, Slice, UnitSpace
 from fairpruner.core.tod import removal_order
+from fairpruner.core.units import Count, Role, Slice, UnitSpace
 from fairpruner.discovery.failing import raise_if_out_of_memory
 from fairpruner.models.calling import call, evaluating
 from fairpruner.models.experts import SIZES, ExpertBlock, is_route

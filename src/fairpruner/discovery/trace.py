@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from fairpruner.core.arrays import Ints
-from fairpruner.core.spaces import UnitSpace
+from fairpruner.core.units import UnitSpace
 from fairpruner.discovery.experts import ExpertLists
 from fairpruner.discovery.ids import Axis, Partition
 from fairpruner.discovery.recorder import Recorder, SizeAttribute, flat

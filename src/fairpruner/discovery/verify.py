@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from fairpruner.core.arrays import Ints
-from fairpruner.core.spaces import UnitSpace
 from fairpruner.core.tod import removal_order
+from fairpruner.core.units import UnitSpace
 from fairpruner.discovery.failing import first_line, raise_if_out_of_memory
 from fairpruner.discovery.lively import lively_weights
 from fairpruner.discovery.watching import Visits, first_difference, watching_modules

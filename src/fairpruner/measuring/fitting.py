@@ -16,8 +16,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from fairpruner.core.arrays import Floats, Ints
+from fairpruner.core.cost_model import Term
 from fairpruner.core.latency import TimedOp, padded_to
-from fairpruner.core.spaces import Term
 
 MULTIPLES = (1, 8, 16, 32)  # candidates for `multiple`
 # A multiple above 1 is chosen only if its error is below this share of the error without a multiple.

@@ -8,7 +8,7 @@ import numpy as np
 from torch import nn
 
 from fairpruner.core.plan import Plan
-from fairpruner.core.spaces import Count, Slice
+from fairpruner.core.units import Count, Slice
 from fairpruner.errors import FairprunerError
 
 STEP = "Discover and score this model again."

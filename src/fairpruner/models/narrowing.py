@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fairpruner.core.arrays import Ints
-from fairpruner.core.spaces import Slice, UnitSpace
+from fairpruner.core.units import Slice, UnitSpace
 from fairpruner.models.attention import STAND_INS
 from fairpruner.models.calling import tensors_of
 from fairpruner.models.silencing import close

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from fairpruner.core.arrays import Ints
-from fairpruner.core.spaces import Slice, UnitSpace
+from fairpruner.core.units import Slice, UnitSpace
 from fairpruner.errors import FairprunerError
 from fairpruner.models.precision import widened
 from fairpruner.models.torch_private import AnyConvolution, base_of

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fairpruner.core.spaces import Slice, UnitSpace
+from fairpruner.core.units import Slice, UnitSpace
 from fairpruner.models.torch_private import held_tensors, plain_function
 from fairpruner.models.weight_operations import WEIGHT_OPERATIONS
 

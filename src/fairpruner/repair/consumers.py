@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from fairpruner.core.arrays import Ints
-from fairpruner.core.spaces import Slice, UnitSpace
+from fairpruner.core.units import Slice, UnitSpace
 from fairpruner.inputs.batches import Batch
 from fairpruner.models.observing import positions_of
 from fairpruner.models.precision import widened

@@ -39,7 +39,9 @@ def report(
     {"cut": {"accuracy": 0.91, "flops": 62e6, "latency_ms": 3.1}}. `latency` is a table made by
     `latency_table`, or its file: every plan then also shows its predicted milliseconds.
 
-    >>> from fairpruner.core.spaces import CostModel, Spaces, UnitSpace
+    >>> from fairpruner.core.cost_model import CostModel
+    >>> from fairpruner.core.spaces import Spaces
+    >>> from fairpruner.core.units import UnitSpace
     >>> import numpy as np
     >>> spaces = Spaces((UnitSpace("conv", "channel", 4, slices=()),), {}, CostModel((), (), ()), "")
     >>> aligned = {"conv": np.array([0.4, 0.1, 0.2, 0.3])}

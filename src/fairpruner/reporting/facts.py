@@ -12,10 +12,11 @@ import numpy as np
 
 from fairpruner.allocation.diagnostics import Diagnosis
 from fairpruner.core.arrays import Floats
+from fairpruner.core.cost_model import Term
 from fairpruner.core.latency import LatencyTable
 from fairpruner.core.plan import Plan
 from fairpruner.core.scores import Scores
-from fairpruner.core.spaces import Spaces, Term
+from fairpruner.core.spaces import Spaces
 from fairpruner.errors import FairprunerError
 from fairpruner.reporting.numbers import NumbersByModel, check_numbers
 

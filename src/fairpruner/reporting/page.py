@@ -18,9 +18,9 @@ from fairpruner.core.arrays import Floats, Ints
 from fairpruner.core.plan import Plan
 from fairpruner.core.scores import Scores
 from fairpruner.core.sealed import VERSION, Json
-from fairpruner.core.spaces import UnitSpace
 from fairpruner.core.tod import conflict_curve, removal_order
 from fairpruner.core.trials import COLUMNS
+from fairpruner.core.units import UnitSpace
 from fairpruner.core.writing import written_whole
 from fairpruner.reporting.facts import ReportContent
 

@@ -49,7 +49,9 @@ def plot_scores(scores: Scores, spaces: Sequence[str] | None = None) -> Figure:
 
     Without `spaces`, the first and the last space are drawn.
 
-    >>> from fairpruner.core.spaces import CostModel, Spaces, UnitSpace
+    >>> from fairpruner.core.cost_model import CostModel
+    >>> from fairpruner.core.spaces import Spaces
+    >>> from fairpruner.core.units import UnitSpace
     >>> known = Spaces((UnitSpace("conv", "channel", 4, slices=()),), {}, CostModel((), (), ()), "")
     >>> aligned = {"conv": np.array([0.4, 0.1, 0.2, 0.3])}
     >>> len(plot_scores(Scores(known, {"l1": aligned}, {"taylor": aligned}, samples=1)).axes)
@@ -79,7 +81,9 @@ def plot_scores(scores: Scores, spaces: Sequence[str] | None = None) -> Figure:
 def plot_profile(plan: Plan) -> Figure:
     """Kept and removed units of every space, and the uniform share: the paper's pruning profile.
 
-    >>> from fairpruner.core.spaces import CostModel, Spaces, UnitSpace
+    >>> from fairpruner.core.cost_model import CostModel
+    >>> from fairpruner.core.spaces import Spaces
+    >>> from fairpruner.core.units import UnitSpace
     >>> spaces = Spaces((UnitSpace("conv", "channel", 4, slices=()),), {}, CostModel((), (), ()), "")
     >>> plot_profile(Plan.removing(spaces, {"conv": (1,)})).axes[0].get_ylabel()
     'units kept'
@@ -111,7 +115,9 @@ def plot_profile(plan: Plan) -> Figure:
 def plot_tolerance(scores: Scores) -> Figure:
     """The removed share of each metric at every tolerance: the paper's pruning rate against alpha.
 
-    >>> from fairpruner.core.spaces import CostModel, Spaces, UnitSpace
+    >>> from fairpruner.core.cost_model import CostModel
+    >>> from fairpruner.core.spaces import Spaces
+    >>> from fairpruner.core.units import UnitSpace
     >>> spaces = Spaces((UnitSpace("conv", "channel", 4, slices=()),), {}, CostModel((), (), ()), "")
     >>> aligned = {"conv": np.array([0.4, 0.1, 0.2, 0.3])}
     >>> plot_tolerance(Scores(spaces, {"l1": aligned}, {"taylor": aligned}, samples=1)).axes[0].get_xlabel()

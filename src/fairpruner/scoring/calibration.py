@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fairpruner.core.spaces import Kind, Spaces, UnitSpace
+from fairpruner.core.spaces import Spaces
+from fairpruner.core.units import Kind, UnitSpace
 from fairpruner.errors import FairprunerError
 from fairpruner.inputs.batches import Batch
 from fairpruner.inputs.losses import logits_of, pixel_labels, token_losses

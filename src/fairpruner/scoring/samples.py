@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fairpruner.core.spaces import Kind, UnitSpace
+from fairpruner.core.units import Kind, UnitSpace
 from fairpruner.errors import FairprunerError
 from fairpruner.inputs.batches import Batch
 from fairpruner.inputs.tokens import real_tokens

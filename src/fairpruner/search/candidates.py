@@ -11,7 +11,8 @@ from fairpruner.core.budget import Budget
 from fairpruner.core.costs import predict
 from fairpruner.core.plan import Plan
 from fairpruner.core.scores import Scores
-from fairpruner.core.spaces import Kind, Spaces, UnitSpace
+from fairpruner.core.spaces import Spaces
+from fairpruner.core.units import Kind, UnitSpace
 from fairpruner.errors import FairprunerError
 
 RULES = ("global", "tod", "uniform")  # the one that was best most often first

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from fairpruner.core.arrays import Floats
 from fairpruner.core.scores import check_scores
-from fairpruner.core.spaces import KINDS, Kind, Spaces, UnitSpace
+from fairpruner.core.spaces import Spaces
+from fairpruner.core.units import KINDS, Kind, UnitSpace
 from fairpruner.errors import FairprunerError, unknown
 from fairpruner.scoring.processes import Processes
 

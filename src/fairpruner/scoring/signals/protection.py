@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from fairpruner.core.arrays import Floats, Ints
-from fairpruner.core.spaces import KINDS, Kind, Spaces, UnitSpace
+from fairpruner.core.spaces import Spaces
+from fairpruner.core.units import KINDS, Kind, UnitSpace
 from fairpruner.models.precision import widened
 from fairpruner.scoring.processes import Processes
 from fairpruner.scoring.signals.base import Accumulator, BatchInfo, Context, Observation, Result, Signal

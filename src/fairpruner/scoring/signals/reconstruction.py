@@ -33,7 +33,8 @@ from torch import Tensor, nn
 
 from fairpruner.core.arrays import Floats
 from fairpruner.core.costs import predict
-from fairpruner.core.spaces import Spaces, UnitSpace
+from fairpruner.core.spaces import Spaces
+from fairpruner.core.units import UnitSpace
 from fairpruner.models.observing import positions_of
 from fairpruner.models.precision import widened
 from fairpruner.scoring.processes import Processes

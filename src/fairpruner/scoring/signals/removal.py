@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fairpruner.core.arrays import Floats, Ints
-from fairpruner.core.spaces import KINDS, Kind, UnitSpace
+from fairpruner.core.units import KINDS, Kind, UnitSpace
 from fairpruner.errors import FairprunerError
 from fairpruner.models.observing import positions_of
 from fairpruner.models.precision import wide_dtype

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from fairpruner.core.arrays import Floats
-from fairpruner.core.spaces import Kind
+from fairpruner.core.units import Kind
 from fairpruner.errors import FairprunerError
 from fairpruner.scoring.processes import Processes
 from fairpruner.scoring.signals.base import (

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fairpruner.core.spaces import KINDS, Kind, Spaces
+from fairpruner.core.spaces import Spaces
+from fairpruner.core.units import KINDS, Kind
 from fairpruner.errors import FairprunerError, unknown
 from fairpruner.scoring.signals.base import Side, Signal, named
 

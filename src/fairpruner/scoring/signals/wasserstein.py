@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fairpruner.core.arrays import Floats, Ints
-from fairpruner.core.spaces import UnitSpace
+from fairpruner.core.units import UnitSpace
 from fairpruner.errors import FairprunerError
 from fairpruner.models.devices import device_of_model
 from fairpruner.models.precision import widened

@@ -1,0 +1,167 @@
+"""Units: what a plan removes, and the slices of tensors that each of them owns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from fairpruner.core.arrays import Ints, decode_runs, encode_runs
+from fairpruner.core.fields import field, listed, text, whole
+from fairpruner.core.sealed import Json
+from fairpruner.errors import FairprunerError, unknown
+
+Kind = Literal["channel", "hidden", "head", "expert"]
+Role = Literal["write", "read", "carry", "route"]
+KINDS: tuple[Kind, ...] = ("channel", "hidden", "head", "expert")
+ROLES: tuple[Role, ...] = ("write", "read", "carry", "route")
+MOST_UNITS = 2**27  # of a space in a file; the largest models have a tenth
+MOST_DIMS = 8  # of a tensor in a file
+
+
+@dataclass(frozen=True, eq=False)
+class Slice:
+    """Which unit owns each index along one dimension of one tensor.
+
+    `role` says what the tensor does with the unit: `write` computes it (a filter's row), `read`
+    consumes it (the next layer's column), `carry` goes along with it (a bias, a norm's weight),
+    `route` chooses it (a router's row). Experts that are modules are owned through their `nn.ModuleList`:
+    its path stands for the tensor, and dimension 0 counts the modules.
+    """
+
+    tensor: str
+    dim: int
+    owner: Ints  # [size of dim]: unit index, or -1 where no unit of this space lies
+    role: Role
+
+    def to_json(self) -> Json:
+        return {
+            "tensor": self.tensor,
+            "dim": self.dim,
+            "role": self.role,
+            "owner": encode_runs(self.owner),
+        }
+
+    @staticmethod
+    def from_json(content: Any) -> Slice:
+        role = field(content, "role")
+        if role not in ROLES:
+            raise unknown("role", role, ROLES)
+        return Slice(
+            text(field(content, "tensor"), "the tensor of a slice"),
+            whole(field(content, "dim"), "the dim of a slice", at_most=MOST_DIMS),
+            decode_runs(field(content, "owner")),
+            role,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Count:
+    """A whole-number attribute of a module (groups, heads, …) that shrinks as units go."""
+
+    module: str
+    attribute: str
+    owner: Ints  # [value of the attribute]: the unit that each counted thing belongs to
+
+    def to_json(self) -> Json:
+        return {"module": self.module, "attribute": self.attribute, "owner": encode_runs(self.owner)}
+
+    @staticmethod
+    def from_json(content: Any) -> Count:
+        return Count(
+            text(field(content, "module"), "the module of a count"),
+            text(field(content, "attribute"), "the attribute of a count"),
+            decode_runs(field(content, "owner")),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class UnitSpace:
+    """What can be removed in one place: J units and every tensor slice each of them owns.
+
+    The paper calls this a prunable layer. `slices` stand in the order the forward pass meets them.
+    """
+
+    name: str
+    kind: Kind
+    size: int  # J
+    slices: tuple[Slice, ...]
+    counts: tuple[Count, ...] = ()
+    min_keep: int = 1
+    # Units lie in this many consecutive blocks of equal length, and each block loses equally many: a router
+    # that picks groups of experts first needs groups of one size.
+    groups: int = 1
+    # The kept number is a multiple of this, unless all units are kept: some kernels take no other sizes.
+    multiple: int = 1
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise unknown("kind", self.kind, KINDS)
+        if self.groups < 1 or self.size % self.groups:
+            raise FairprunerError(
+                f"Space {self.name!r} has {self.size} units in {self.groups} groups: expected groups of equal"
+                " length."
+            )
+        if self.multiple < 1 or self.size % self.multiple:
+            raise FairprunerError(
+                f"Space {self.name!r} has {self.size} units and keeps multiples of {self.multiple}: expected"
+                " a divisor of its size."
+            )
+        if self.size < 1 or not 1 <= self.min_keep <= self.size:
+            raise FairprunerError(
+                f"Space {self.name!r} has {self.size} units and keeps at least {self.min_keep}: expected 1 <="
+                " min_keep <= size."
+            )
+        for owner in self.owners():
+            if owner.ndim != 1 or owner.size == 0 or owner.min() < -1 or owner.max() >= self.size:
+                raise FairprunerError(
+                    f"Space {self.name!r}: owners must be a vector of unit indices in [-1, {self.size})."
+                )
+
+    def owners(self) -> Iterator[Ints]:
+        """Every owner vector of the space, of slices and of counts."""
+        yield from (part.owner for part in self.slices)
+        yield from (part.owner for part in self.counts)
+
+    def slices_of(self, role: Role) -> tuple[Slice, ...]:
+        return tuple(s for s in self.slices if s.role == role)
+
+    @property
+    def observed(self) -> Slice:
+        """The read slice whose input tensor shows every unit as late as possible: what signals look at."""
+        complete = [s for s in self.slices_of("read") if np.unique(s.owner[s.owner >= 0]).size == self.size]
+        if not complete:
+            raise FairprunerError(
+                f"Space {self.name!r} has no consumer that reads all of its {self.size} units."
+            )
+        return complete[-1]
+
+    def to_json(self) -> Json:
+        """All that the space holds; owner vectors as runs."""
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            "size": self.size,
+            "min_keep": self.min_keep,
+            "groups": self.groups,
+            "multiple": self.multiple,
+            "slices": [part.to_json() for part in self.slices],
+            "counts": [part.to_json() for part in self.counts],
+        }
+
+    @staticmethod
+    def from_json(content: Any) -> UnitSpace:
+        size = whole(field(content, "size"), "the size of a space", at_least=1, at_most=MOST_UNITS)
+        return UnitSpace(
+            name=text(field(content, "name"), "the name of a space"),
+            kind=field(content, "kind"),
+            size=size,
+            min_keep=whole(field(content, "min_keep"), "min_keep", at_most=size),
+            # files from before there were experts have neither of these
+            groups=whole(content.get("groups", 1), "groups", at_most=size),
+            multiple=whole(content.get("multiple", 1), "multiple", at_most=size),
+            slices=tuple(Slice.from_json(part) for part in listed(field(content, "slices"), "slices")),
+            counts=tuple(Count.from_json(part) for part in listed(field(content, "counts"), "counts")),
+        )
