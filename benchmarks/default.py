@@ -114,7 +114,7 @@ def protection_rows(shared: Path, wanted: Callable[[Row], bool]) -> Iterator[Row
             using = scores.using(protection=row["protection"] or None)
             plan = fp.allocate(using, keep=fp.Budget("flops", 0.5), rule=row["rule"], exact=True)
             small = fp.repair(fp.cut(model, plan), model, plan, data, method="sequential")
-            found = Judge(model, others, logits=True).distance(small)
+            found = Judge(model, others, task="classification").distance(small)
             yield {**row, "divergence": round(found, 4), "flops_kept": round(plan.share("flops"), 4)}
 
 

@@ -72,7 +72,7 @@ def seen(part: Any) -> list[int]:
 
 @given(st.lists(st.integers(1, 17), min_size=1, max_size=8))
 def test_the_parts_are_apart_and_the_same_each_time(sizes: list[int]) -> None:
-    fitting, judging = split(numbered(sizes), CPU)
+    fitting, judging = split(numbered(sizes), nn.Identity())
     total = sum(sizes)
     if total < 5:
         assert fitting is judging
@@ -88,7 +88,7 @@ def test_the_parts_are_apart_and_the_same_each_time(sizes: list[int]) -> None:
 def test_a_loader_that_shuffles_is_read_in_order() -> None:
     numbers = torch.arange(60)
     loader = DataLoader(TensorDataset(numbers[:, None].float(), numbers), 7, shuffle=True)
-    fitting, judging = split(loader, CPU)
+    fitting, judging = split(loader, nn.Identity())
     assert seen(judging) == seen(judging) == list(range(4, 60, 5))
     assert not set(seen(judging)) & set(seen(fitting))
 
@@ -99,18 +99,18 @@ def test_the_distance_is_the_divergence_of_the_predictions() -> None:
     rows = torch.cat([inputs for inputs, _ in data])
     wanted, found = (net(rows).detach().double().softmax(1).numpy() for net in (model, other))
     expected = np.mean([entropy(p, q) for p, q in zip(wanted, found, strict=True)])
-    assert Judge(model, data, logits=True).distance(other) == pytest.approx(expected, rel=1e-6)
-    assert Judge(model, data, logits=True).distance(model) == 0.0
+    assert Judge(model, data, task="classification").distance(other) == pytest.approx(expected, rel=1e-6)
+    assert Judge(model, data, task="classification").distance(model) == 0.0
     mine, theirs = (net(rows).detach() for net in (other, model))
     error = float((mine - theirs).square().sum() / theirs.square().sum())
-    assert Judge(model, data, logits=False).distance(other) == pytest.approx(error, rel=1e-6)
+    assert Judge(model, data, task=None).distance(other) == pytest.approx(error, rel=1e-6)
 
 
 def test_the_original_runs_once_for_all_that_are_judged() -> None:
     model, other = nn.Linear(3, 4), nn.Linear(3, 4)
     runs: list[int] = []
     model.register_forward_pre_hook(lambda module, args: runs.append(len(args[0])))
-    judge = Judge(model, [(torch.randn(size, 3), torch.zeros(size)) for size in (5, 2)], logits=True)
+    judge = Judge(model, [(torch.randn(size, 3), torch.zeros(size)) for size in (5, 2)], task="classification")
     assert judge.distance(other) == judge.distance(copy.deepcopy(other)) > 0
     assert runs == [5, 2]
 
@@ -118,7 +118,7 @@ def test_the_original_runs_once_for_all_that_are_judged() -> None:
 def test_a_model_that_gives_nan_is_infinitely_far() -> None:
     model, broken = nn.Linear(3, 4), nn.Linear(3, 4)
     nn.init.constant_(broken.bias, torch.nan)
-    assert Judge(model, [(torch.randn(5, 3), torch.zeros(5))], logits=True).distance(broken) == np.inf
+    assert Judge(model, [(torch.randn(5, 3), torch.zeros(5))], task="classification").distance(broken) == np.inf
 
 
 def test_candidates_differ_keep_the_budget_and_predict_what_they_cost() -> None:
@@ -174,7 +174,7 @@ def test_the_nearest_to_the_original_is_kept(digits: Any, tmp_path: Path) -> Non
     # What a search finds beats the paper's method, repaired or not, on samples that nothing has seen.
     paper, its_plan = fp.prune(model, data, keep=fp.Budget("flops", 0.4), preset="paper")
     mended = fp.repair(paper, model, its_plan, data, method="sequential")
-    found, *others = (Judge(model, unseen, logits=True).distance(net) for net in (small, paper, mended))
+    found, *others = (Judge(model, unseen, task="classification").distance(net) for net in (small, paper, mended))
     assert found < min(others)
     plan.save(tmp_path / "plan.json")
     assert fp.Plan.load(tmp_path / "plan.json").tried == plan.tried
@@ -242,7 +242,7 @@ def test_tuning_brings_unseen_samples_nearer_and_leaves_no_trace(digits: Any) ->
     tuned = copy.deepcopy(small)
     tuned.head.weight.requires_grad_(False)
     tune(tuned, model, lambda: read_batches(data, CPU), epochs=4)
-    judge = Judge(model, unseen, logits=True)
+    judge = Judge(model, unseen, task="classification")
     assert judge.distance(tuned) < 0.8 * judge.distance(small)
     by_name = fp.repair(small, model, plan, data, method="tune")
     assert judge.distance(by_name) < 0.8 * judge.distance(small)
@@ -272,3 +272,35 @@ def test_tuning_skips_narrow_numbers_and_cleans_up_after_a_failure(digits: Any) 
     with pytest.raises(fp.FairprunerError, match="does not fit the model"):
         tune(small, model, lambda: read_batches([(torch.rand(4, 3), torch.arange(4))], CPU))
     assert not any(module._forward_hooks for net in (model, small) for module in net.modules())
+
+
+class TwoInputs(nn.Module):
+    """Called with two tensors, and no labels are known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.out = nn.Linear(4, 12), nn.Linear(6, 12), nn.Linear(12, 5)
+
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        return self.out(torch.relu(self.left(left) + self.right(right)))
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_model_with_two_inputs_and_no_labels_is_searched(named: bool) -> None:
+    torch.manual_seed(0)
+    model, pairs = TwoInputs(), [(torch.randn(20, 4), torch.randn(20, 6)) for _ in range(3)]
+    data = [{"left": left, "right": right} for left, right in pairs] if named else pairs
+    small, plan = fp.prune(model, data, keep=fp.Budget("units", 0.5))
+    assert small(*pairs[0]).shape == (20, 5)
+    chosen = min(plan.tried, key=lambda trial: trial.distance)
+    assert chosen.chosen
+    assert chosen.distance < max(trial.distance for trial in plan.tried)
+
+
+def test_maps_of_logits_are_compared_pixel_by_pixel() -> None:
+    model, other = nn.Conv2d(1, 3, 1), nn.Conv2d(1, 3, 1)
+    images = torch.randn(2, 1, 4, 5)
+    wanted, found = (net(images).detach().double().softmax(1) for net in (model, other))
+    expected = (wanted * (wanted / found).log()).sum(1).mean()
+    judge = Judge(model, [(images, torch.zeros(2, 4, 5, dtype=torch.long))], task="segmentation")
+    assert judge.distance(other) == pytest.approx(float(expected), rel=1e-6)

@@ -21,10 +21,12 @@ from fairpruner.errors import FairprunerError, check_whole_number, unknown
 from fairpruner.inputs.batches import check_rereadable, read_batches
 from fairpruner.inputs.datasets import example_of
 from fairpruner.inputs.workers import naming_dead_workers
+from fairpruner.models.calling import evaluating
 from fairpruner.models.devices import device_of_model
 from fairpruner.recovery import recover
 from fairpruner.repair import METHODS
 from fairpruner.repair import repair as mend
+from fairpruner.scoring.objective import Objective
 from fairpruner.scoring.score import score
 from fairpruner.search import EFFORT, RULES, Search, choose, make_candidates, useful_removals
 from fairpruner.surgery import cut
@@ -131,8 +133,10 @@ def _searched(
     scores = score(model, data, spaces=spaces, **scoring)
     rules = (limits.pop("rule"),) if "rule" in limits else RULES
     candidates = make_candidates(scores, search.keep, rules, **limits)
-    loss = options["repair"].get("loss", scoring.get("loss"))
-    return choose(model, data, candidates, replace(search, loss=loss))
+    with evaluating(model):
+        objective = Objective.of(model, first, options["repair"].get("loss", scoring.get("loss")), seed=0)
+    task = objective.task if objective.loss is None else None  # a loss of the caller's takes any outputs
+    return choose(model, data, candidates, replace(search, loss=objective.loss, task=task))
 
 
 def _of_round(number: int, options: Mapping[str, Any]) -> Mapping[str, Any]:

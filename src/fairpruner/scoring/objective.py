@@ -65,7 +65,7 @@ class Objective:
         found = task_of(few, output)
         task = next((task for task in TASKS if task == loss), found)
         own = None if isinstance(loss, str) else loss
-        draws = task == "unlabelled" and own is None and _own_logits(output) is not None
+        draws = task == "unlabelled" and own is None and own_logits(output) is not None
         classes = task == "segmentation" or (batch.has_classes and loss not in ("regression", "unlabelled"))
         return Objective(task, own, classes, draws, seed)
 
@@ -106,7 +106,7 @@ class Objective:
         return mean_loss(lambda output, labels: default_loss(output, batch, self.task), output, batch)
 
     def _own_predictions(self, output: Any, batch: Batch) -> Tensor:
-        logits = _own_logits(output)
+        logits = own_logits(output)
         if logits is not None:
             rows = widened(logits).flatten(0, -2)  # [predictions, classes]
             generator = torch.Generator().manual_seed(self.seed + batch.position)
@@ -129,7 +129,7 @@ class Objective:
         )
 
 
-def _own_logits(output: Any) -> Tensor | None:
+def own_logits(output: Any) -> Tensor | None:
     """Logits with the classes last: `.logits`, or a matrix [N, classes]; None for any other output."""
     logits = logits_of(output)
     if logits is None or not logits.is_floating_point():

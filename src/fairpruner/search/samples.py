@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler
 
-from fairpruner.inputs.batches import read_batches
+from fairpruner.inputs.batches import Batch, read_batches
+from fairpruner.models.devices import device_of_model
 
 JUDGED = 5  # every fifth sample judges
 SHARES = 8  # the other samples are dealt into this many equal shares
@@ -21,7 +22,7 @@ class SampleSet:
     """Some samples of the data, the same ones each time it is read."""
 
     data: Iterable[Any]
-    device: torch.device
+    model: nn.Module  # which shows how many of a batch's tensors are inputs
     total: int  # samples of the data
     judging: bool
     shares: int = SHARES  # of the samples that do not judge
@@ -31,7 +32,7 @@ class SampleSet:
 
     def __iter__(self) -> Iterator[tuple[Any, Tensor]]:
         before = 0
-        for batch in read_batches(self.data, self.device):
+        for batch in _batches(self.data, self.model):
             numbers = torch.arange(before, before + batch.size)
             before += batch.size
             chosen = self._holds(numbers).nonzero().flatten()
@@ -53,12 +54,16 @@ class SampleSet:
         return int(self._holds(torch.arange(self.total)).sum())
 
 
-def split(data: Iterable[Any], device: torch.device) -> tuple[SampleSet, SampleSet]:
+def split(data: Iterable[Any], model: nn.Module) -> tuple[SampleSet, SampleSet]:
     """The samples that repairs look at and those that judge; with fewer than JUDGED, all do both."""
     ordered = _in_order(data)
-    total = sum(batch.size for batch in read_batches(ordered, device))
-    fitting, judging = (SampleSet(ordered, device, total, judging) for judging in (False, True))
+    total = sum(batch.size for batch in _batches(ordered, model))
+    fitting, judging = (SampleSet(ordered, model, total, judging) for judging in (False, True))
     return (fitting, judging) if judging.samples else (fitting, fitting)
+
+
+def _batches(data: Iterable[Any], model: nn.Module) -> Iterator[Batch]:
+    return read_batches(data, device_of_model(model), model)
 
 
 def _in_order(data: Iterable[Any]) -> Iterable[Any]:

@@ -1,0 +1,53 @@
+"""Judging many plans cheaply: one pass of the original gathers the sums that repair any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from fairpruner.core.plan import Plan
+from fairpruner.core.spaces import Spaces
+from fairpruner.inputs.batches import read_batches
+from fairpruner.models.calling import in_eval_mode
+from fairpruner.models.devices import device_of_model
+from fairpruner.repair import Statistics
+from fairpruner.repair.batchnorm import reestimate
+from fairpruner.repair.job import Job
+from fairpruner.search.candidates import Candidate
+from fairpruner.search.judging import Judge
+from fairpruner.search.samples import JUDGED, SHARES, SampleSet
+from fairpruner.surgery import cut
+
+METHOD = "least_squares+batchnorm"
+NORMED = 2  # shares of the samples from which running statistics are estimated again
+MOST_PAIRS = 2**25  # pairs of channels whose sums are held
+
+FITTING = (JUDGED - 1) / JUDGED  # share of the samples that repairs look at
+GATHERING = 1.5 * FITTING  # passes: the original runs once, and the sums
+EACH = FITTING * NORMED / SHARES + 1 / JUDGED  # passes for each plan: the cut model runs on few samples
+
+
+def can_screen(candidates: Sequence[Candidate]) -> bool:
+    """Whether sums of the original repair all of these plans: no experts go, and the sums fit in memory."""
+    plans = [candidate.plan for candidate in candidates]
+    experts = any(s.kind == "expert" and plan.removed[s.name] for plan in plans for s in plan.spaces)
+    readers = [part.owner.size for s in plans[0].spaces for part in s.slices_of("read")]
+    return not experts and sum(size**2 for size in readers) <= MOST_PAIRS
+
+
+class Screen:
+    """Cuts, repairs and judges plans of one model; no pass over all samples for each."""
+
+    def __init__(self, model: nn.Module, spaces: Spaces, fitting: SampleSet, judge: Judge) -> None:
+        self._model, self._judge, self._few = model, judge, fitting.share(NORMED)
+        self._statistics = Statistics(model, spaces, fitting)
+
+    def distance(self, plan: Plan) -> float:
+        """How far the cut is from the original after `least_squares` and `batchnorm`."""
+        small, _ = self._statistics.repair(cut(self._model, plan), plan)
+        device = device_of_model(self._model)
+        with torch.inference_mode(False), torch.no_grad(), in_eval_mode(small):
+            reestimate(Job(small, self._model, plan, lambda: read_batches(self._few, device, self._model)))
+        return self._judge.distance(small)
