@@ -110,7 +110,9 @@ def test_the_original_runs_once_for_all_that_are_judged() -> None:
     model, other = nn.Linear(3, 4), nn.Linear(3, 4)
     runs: list[int] = []
     model.register_forward_pre_hook(lambda module, args: runs.append(len(args[0])))
-    judge = Judge(model, [(torch.randn(size, 3), torch.zeros(size)) for size in (5, 2)], task="classification")
+    judge = Judge(
+        model, [(torch.randn(size, 3), torch.zeros(size)) for size in (5, 2)], task="classification"
+    )
     assert judge.distance(other) == judge.distance(copy.deepcopy(other)) > 0
     assert runs == [5, 2]
 
@@ -118,7 +120,8 @@ def test_the_original_runs_once_for_all_that_are_judged() -> None:
 def test_a_model_that_gives_nan_is_infinitely_far() -> None:
     model, broken = nn.Linear(3, 4), nn.Linear(3, 4)
     nn.init.constant_(broken.bias, torch.nan)
-    assert Judge(model, [(torch.randn(5, 3), torch.zeros(5))], task="classification").distance(broken) == np.inf
+    judge = Judge(model, [(torch.randn(5, 3), torch.zeros(5))], task="classification")
+    assert judge.distance(broken) == np.inf
 
 
 def test_candidates_differ_keep_the_budget_and_predict_what_they_cost() -> None:
@@ -174,7 +177,8 @@ def test_the_nearest_to_the_original_is_kept(digits: Any, tmp_path: Path) -> Non
     # What a search finds beats the paper's method, repaired or not, on samples that nothing has seen.
     paper, its_plan = fp.prune(model, data, keep=fp.Budget("flops", 0.4), preset="paper")
     mended = fp.repair(paper, model, its_plan, data, method="sequential")
-    found, *others = (Judge(model, unseen, task="classification").distance(net) for net in (small, paper, mended))
+    judge = Judge(model, unseen, task="classification")
+    found, *others = (judge.distance(net) for net in (small, paper, mended))
     assert found < min(others)
     plan.save(tmp_path / "plan.json")
     assert fp.Plan.load(tmp_path / "plan.json").tried == plan.tried
