@@ -11,6 +11,7 @@ from fairpruner.core.plan import Plan
 from fairpruner.core.reading import understanding
 from fairpruner.discovery.verify import disagreement
 from fairpruner.errors import FairprunerError
+from fairpruner.models.devices import device_of_model
 from fairpruner.models.experts import plain_experts
 from fairpruner.models.fingerprint import check_same_model
 from fairpruner.models.fitting import check_fits
@@ -82,7 +83,7 @@ def _verify(model: nn.Module, plan: Plan, example: Any) -> None:
                 " input of the model."
             )
         with understanding("the examples that the plan's file records"):
-            examples = draw(plan.spaces.examples, next(model.parameters()).device)
+            examples = draw(plan.spaces.examples, device_of_model(model))
         if not isinstance(examples, list) or not examples:
             raise FairprunerError("The plan's file holds no list of examples: score and allocate again.")
     touched = [space for space in plan.spaces if plan.removed[space.name]]

@@ -1,0 +1,257 @@
+"""Which library cuts which model right: fairpruner, Torch-Pruning 1.6.1 and network-pruner 2.16.
+
+python benchmarks/peers.py             # some 10 minutes; goes on where it stopped
+python benchmarks/peers.py --table     # writes the table of the README anew from the results
+
+Random weights, float64, CPU. Up to 12 groups of channels per model, spread over its depth. Of each group a
+random quarter is removed. "Right": the smaller model gives the output of the original whose quarter is
+zeroed. "Wrong": it runs and gives another output. "Failed": an exception. Groups that a LayerNorm or the
+output mixes are left out: removing is not zeroing there. network-pruner chooses its channels itself, so
+only whether it runs, and whether the scored model keeps its weights and statistics, is recorded.
+
+The peers are installed into benchmarks/.peers. Each case runs in a process of its own for at most three
+minutes. Results: benchmarks/results/peers.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from peer_models import MODELS, build
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import fairpruner as fp
+
+HERE = Path(__file__).parent
+RESULTS, PACKAGES = HERE / "results" / "peers.json", HERE / ".peers"
+README = HERE.parent / "README.md"
+START, END = "<!-- made by: python benchmarks/peers.py --table -->", "<!-- end of peers -->"
+PEERS = ("torch-pruning==1.6.1", "network-pruner==2.16")
+GROUPS, LIMIT, CLOSE = 12, 180, 1e-8
+Row = dict[str, Any]
+
+
+def logits(model: nn.Module, example: Any) -> torch.Tensor:
+    with torch.no_grad():
+        output = model(example)
+    return output if isinstance(output, torch.Tensor) else output.logits
+
+
+def spread(items: list[Any]) -> list[Any]:
+    """At most `GROUPS` of the items, at even distances."""
+    step = max(1, len(items) / GROUPS)
+    return [items[int(i * step)] for i in range(min(GROUPS, len(items)))]
+
+
+def count(outcomes: Iterator[tuple[str, str]]) -> Row:
+    """How often each outcome occurred, and the first error."""
+    found, note = {"right": 0, "wrong": 0, "failed": 0}, ""
+    for outcome, error in outcomes:
+        found[outcome] += 1
+        note = note or error
+    return {**found, "note": note}
+
+
+def compare(masked: Any, cut: Any) -> str:
+    if masked.shape != cut.shape:
+        return "wrong"
+    return "right" if float((masked - cut).abs().max()) < CLOSE * (1 + float(masked.abs().max())) else "wrong"
+
+
+def by_fairpruner(name: str) -> Row:
+    """Every sampled space of the model, a random quarter of its units removed."""
+    model, example = build(name)
+    spaces = fp.discover(model, example)
+
+    def outcomes() -> Iterator[tuple[str, str]]:
+        for space in spread(list(spaces)):
+            block = space.size // space.groups  # units of a group; each loses equally many
+            lost = max(block // 4 // space.multiple, 1) * space.multiple
+            if lost >= block or space.size - lost * space.groups < space.min_keep:
+                continue
+            units = [
+                g * block + unit
+                for g in range(space.groups)
+                for unit in random.Random(g).sample(range(block), lost)
+            ]
+            plan = fp.Plan.removing(spaces, {space.name: units})
+            smaller = logits(fp.cut(model, plan), example)
+            yield compare(logits(fp.mask(model, plan), example), smaller), ""
+
+    return {**count(outcomes()), "left out": len(spaces.left_out)}
+
+
+def by_torch_pruning(name: str) -> Row:
+    """Every sampled group of its dependency graph, a random quarter of the root's channels removed."""
+    sys.path.insert(0, str(PACKAGES))
+    import torch_pruning as tp
+
+    model, example = build(name)
+    paths = {module: path for path, module in model.named_modules()}
+    graph = tp.DependencyGraph().build_dependency(model, example)
+    roots = [paths[group[0].dep.target.module] for group in graph.get_all_groups()]
+    whole = logits(model, example)
+
+    def outcomes() -> Iterator[tuple[str, str]]:
+        for path in spread(roots):
+            cut, masked = copy.deepcopy(model), copy.deepcopy(model)
+            try:
+                graph = tp.DependencyGraph().build_dependency(cut, example)
+                root = cut.get_submodule(path)
+                pruner = graph.get_pruner_of_module(root)
+                channels = pruner.get_out_channels(root)
+                chosen = sorted(random.Random(0).sample(range(channels), max(1, channels // 4)))
+                group = graph.get_pruning_group(root, pruner.prune_out_channels, chosen)
+                names = {module: path for path, module in cut.named_modules()}
+                if any(isinstance(dep.target.module, nn.LayerNorm) for dep, _ in group):
+                    continue
+                for dep, indices in group:
+                    target = dep.target.module
+                    if target in names and graph.is_out_channel_pruning_fn(dep.handler):
+                        for part in masked.get_submodule(names[target]).parameters(recurse=False):
+                            part.data[list(indices)] = 0
+                group.prune()
+                smaller = logits(cut, example)
+            except Exception as error:
+                yield "failed", f"{path}: {type(error).__name__}: {error}"[:200]
+                continue
+            if smaller.shape != whole.shape:  # the output layer itself
+                continue
+            yield compare(logits(masked, example), smaller), ""
+
+    return count(outcomes())
+
+
+def by_network_pruner(name: str) -> Row:
+    """Its whole way on 16 images of two classes: scores, ratios, smaller model."""
+    sys.path.insert(0, str(PACKAGES))
+    from Network_Pruner import FAIR_Pruner
+
+    model, example = build(name)
+    model = model.float()
+    example = example.float() if example.is_floating_point() else example
+    inputs = torch.cat([example] * 8)
+    inputs = inputs + torch.randn_like(inputs) if inputs.is_floating_point() else inputs
+    labels = torch.arange(16) % 2
+    before = copy.deepcopy(model.state_dict())
+    changed = None
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            loader = DataLoader(TensorDataset(inputs, labels), batch_size=8)
+            place = str(Path(folder) / "results.pkl")
+            results = FAIR_Pruner.get_metrics(
+                model, loader, device=torch.device("cpu"), results_save_path=place
+            )
+            changed = any(not torch.equal(value, before[key]) for key, value in model.state_dict().items())
+            ratios = FAIR_Pruner.get_ratios(model, results, ToD_level=0.1)
+            skeleton = FAIR_Pruner.get_skeleton(model, ratios, example)
+            small, _ = FAIR_Pruner.prune(
+                skeleton,
+                model,
+                results,
+                ratios,
+                example_inputs=example,
+                pruned_model_save_path=str(Path(folder) / "pruned.pt"),
+            )
+            logits(small, example)
+        except Exception as error:
+            note = f"{type(error).__name__}: {error}"[:200]
+            return {"runs": False, "changed by scoring": changed, "note": note}
+    return {"runs": True, "changed by scoring": changed, "note": ""}
+
+
+TOOLS = {
+    "fairpruner": by_fairpruner,
+    "Torch-Pruning 1.6.1": by_torch_pruning,
+    "network-pruner 2.16": by_network_pruner,
+}
+
+
+def run(tool: str, name: str) -> Row:
+    """One case in a process of its own."""
+    command = [sys.executable, __file__, "--case", tool, name]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        return {"note": f"stopped after {LIMIT} s"}
+    last = done.stdout.strip().rpartition("\n")[2]
+    if done.returncode == 0 and last.startswith("{"):
+        return json.loads(last)
+    return {"note": (done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}")[:200]}
+
+
+def words(row: Row) -> str:
+    """A row of the results as a cell of the table."""
+    if "runs" in row:
+        changed = ", scoring changes the model" if row["changed by scoring"] else ""
+        return ("runs" if row["runs"] else "fails") + changed
+    if "right" not in row:
+        return "hangs" if row["note"].startswith("stopped") else "fails"
+    tried = row["right"] + row["wrong"] + row["failed"]
+    parts = [f"**{row['wrong']} silently wrong**"] if row["wrong"] else []
+    parts += [f"{row['failed']} failed"] if row["failed"] else []
+    if not tried:
+        return "nothing found"
+    return f"{row['right']} of {tried} right" + "".join(f", {part}" for part in parts)
+
+
+def table(results: dict[str, dict[str, Row]]) -> str:
+    lines = [["model", *TOOLS], ["---"] * (1 + len(TOOLS))]
+    lines += [
+        [name, *(words(results[tool][name]) if name in results[tool] else "" for tool in TOOLS)]
+        for name in MODELS
+    ]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def write_table() -> None:
+    results = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"]
+    before, _, rest = README.read_text(encoding="utf-8").partition(START)
+    after = rest.partition(END)[2]
+    README.write_text(f"{before}{START}\n{table(results)}\n{END}{after}", encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--table", action="store_true", help="only write the README's table")
+    parser.add_argument("--case", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.case:
+        tool, name = options.case
+        print(json.dumps(TOOLS[tool](name)))
+        return
+    if not options.table:
+        if not PACKAGES.exists():
+            install = ["install", "--quiet", "--no-deps", "--target", str(PACKAGES), *PEERS]
+            subprocess.run([sys.executable, "-m", "pip", *install], check=True)
+        rows = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"] if RESULTS.exists() else {}
+        for tool in TOOLS:
+            for name in MODELS:
+                if name in rows.setdefault(tool, {}):
+                    continue
+                rows[tool][name] = run(tool, name)
+                print(f"{tool}, {name}: {words(rows[tool][name])} {rows[tool][name]['note']}", flush=True)
+                content = {
+                    "command": "python benchmarks/peers.py",
+                    "torch": torch.__version__,
+                    "rows": rows,
+                }
+                RESULTS.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_table()
+
+
+if __name__ == "__main__":
+    main()
