@@ -19,14 +19,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pages
 import torch
 from cifar_models import cifar10, resnet, some, top1
 
 import fairpruner as fp
 
 RESULTS = Path(__file__).parent / "results" / "cifar_resnet56.json"
-PAGE = Path(__file__).parents[1] / "docs" / "repair.md"
-START, END = "<!-- made by: python benchmarks/cifar_resnet56.py --table -->", "<!-- end -->"
 SIGNALS = ("wasserstein", "l1", "fpgm", "reconstruction", "random")
 RULES = ("uniform", "tod", "global")
 BOTH = ("plain", "sequential")
@@ -143,7 +142,7 @@ def measure_all(shared: Path, again: bool) -> None:
         RESULTS.write_text(text + "\n")
 
 
-def tables() -> str:
+def page() -> str:
     """The results as Markdown."""
     rows = json.loads(RESULTS.read_text())["rows"]
     found = {Run(*(row[field] for field in Run._fields)): row for row in rows}
@@ -151,9 +150,6 @@ def tables() -> str:
 
     def cell(run: Run, field: str = "top1") -> str:
         return f"{found[run][field]:.2f}" if run in found else ""
-
-    def table(head: list[str], body: list[list[str]]) -> str:
-        return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *body))
 
     methods = [
         [
@@ -178,9 +174,11 @@ def tables() -> str:
     ]
     return "\n\n".join(
         (
-            table(["repair", "wasserstein", "l1", "reconstruction", "cost in forward passes"], methods),
-            table(["removal signal", *(f"{repair}, {rule}" for repair in BOTH for rule in RULES)], signals),
-            table(
+            pages.table(["repair", "wasserstein", "l1", "reconstruction", "cost in forward passes"], methods),
+            pages.table(
+                ["removal signal", *(f"{repair}, {rule}" for repair in BOTH for rule in RULES)], signals
+            ),
+            pages.table(
                 [
                     "model (top-1 before)",
                     "FLOPs kept",
@@ -209,8 +207,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", category=DeprecationWarning)  # torch.jit
     if not options.table:
         measure_all(options.shared, options.again)
-    before, rest = PAGE.read_text().split(START)
-    PAGE.write_text(before + START + "\n\n" + tables() + "\n\n" + END + rest.split(END)[1])
+    pages.fill("cifar_resnet56", page())
 
 
 if __name__ == "__main__":

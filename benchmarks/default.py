@@ -27,6 +27,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pages
 import torch
 from cifar_models import cifar10, resnet, some, top1
 from torch import Tensor, nn
@@ -35,8 +36,6 @@ import fairpruner as fp
 from fairpruner.search.judging import Judge
 
 RESULTS = Path(__file__).parent / "results" / "default.json"
-PAGE = Path(__file__).parents[1] / "docs" / "search.md"
-START, END = "<!-- made by: python benchmarks/default.py --table -->", "<!-- end -->"
 CALIBRATION, DRAWS, BUDGETS = 2000, 5, (0.5, 0.3, 0.7)
 WAYS = ("paper", "by hand", "default")
 PROTECTIONS = ("taylor", "taylor2", "deletion", "random")
@@ -143,7 +142,7 @@ def _store(row: Row) -> None:
     RESULTS.write_text(text + "\n")
 
 
-def tables() -> str:
+def page() -> str:
     """The results as Markdown."""
     rows = _rows()
 
@@ -154,9 +153,6 @@ def tables() -> str:
         digits = 4 if field == "divergence" else 2
         deviation = f" ± {statistics.stdev(found):.{digits}f}" if len(found) > 1 else ""
         return f"{statistics.mean(found):.{digits}f}{deviation} ({len(found)})"
-
-    def table(head: list[str], body: list[list[str]]) -> str:
-        return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *body))
 
     accuracy = [
         [
@@ -174,7 +170,7 @@ def tables() -> str:
         (["model", "FLOPs kept", *WAYS], [line for line in accuracy if any(line[2:])]),
         (["rule", "protection", "divergence"], [line for line in protection if line[2]]),
     )
-    return "\n\n".join(table(head, body) for head, body in measured if body)
+    return "\n\n".join(pages.table(head, body) for head, body in measured if body)
 
 
 def main() -> None:
@@ -202,8 +198,7 @@ def main() -> None:
             for row in make(options.shared, wanted):
                 print({name: value for name, value in row.items() if name != "tried"}, flush=True)
                 _store(row)
-    before, rest = PAGE.read_text().split(START)
-    PAGE.write_text(before + START + "\n\n" + tables() + "\n\n" + END + rest.split(END)[1])
+    pages.fill("default", page())
 
 
 if __name__ == "__main__":

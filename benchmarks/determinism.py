@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pages
 import torch
 from cifar_models import cifar10, resnet
 from torch import Tensor
@@ -33,8 +34,6 @@ from fairpruner.scoring.signals.quantiles import ClassQuantiles
 from fairpruner.scoring.signals.wasserstein import diameter, quantile_points
 
 RESULTS = Path(__file__).parent / "results" / "determinism.json"
-PAGE = Path(__file__).parents[1] / "docs" / "signals.md"
-START, END = "<!-- made by: python benchmarks/determinism.py --table -->", "<!-- end of determinism -->"
 SIGNALS = {
     "removal": ["wasserstein", "activation", "reconstruction", "l1"],
     "protection": ["taylor", "taylor2"],
@@ -65,7 +64,7 @@ def main() -> None:
     parser.add_argument("--process", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.table:
-        write_table(json.loads(RESULTS.read_text()))
+        pages.fill("determinism", page())
         return
     torch.set_num_threads(1)
     if options.process:  # one of two processes, started below
@@ -83,7 +82,7 @@ def main() -> None:
             results[run] = compare(first, other(run, options.shared))
             print(run, results[run], flush=True)
             RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    write_table(results)
+    pages.fill("determinism", page())
 
 
 def images(shared: Path) -> tuple[Tensor, Tensor]:
@@ -192,7 +191,9 @@ def _error(kept: int, count: int, order: str, draw: int) -> float:
     return abs(float(diameter(quantile_points(steps, 1))) / exact - 1)
 
 
-def write_table(results: dict[str, Any]) -> None:
+def page() -> str:
+    """Both tables as Markdown."""
+    results = pages.results("determinism")
     lines = ["| compared with the first run | " + " | ".join(NAMES) + " |", "|---|" + "---|" * len(NAMES)]
     for run, text in RUNS.items():
         if run in results:
@@ -206,11 +207,7 @@ def write_table(results: dict[str, Any]) -> None:
     for count in COUNTS:
         cells = [f"{results['summaries'][f'{m}, {count}, {o}']:.1%}" for m in KEPT for o in ORDERS]
         lines.append(f"| {count:,} | " + " | ".join(cells) + " |")
-    table = "\n".join(lines)
-    print(table)
-    page = PAGE.read_text()
-    before, rest = page.split(START)
-    PAGE.write_text(f"{before}{START}\n\n{table}\n\n{END}{rest.split(END)[1]}")
+    return "\n".join(lines)
 
 
 def _cell(difference: float, rank_correlation: float) -> str:

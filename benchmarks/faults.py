@@ -26,6 +26,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import pages
 import torch
 import torchvision_shim  # noqa: F401  # so that transformers imports
 
@@ -34,7 +35,6 @@ from fairpruner.cli import app
 from fairpruner.core import writing
 
 RESULTS = Path(__file__).parent / "results" / "faults.json"
-DOCS = Path(__file__).parents[1] / "docs" / "files.md"
 ENDINGS = {"score": ".safetensors", "plan": ".json"}
 STAGES = ("score", "plan", "cut", "stream", "recover", "prune")
 SPAWN = multiprocessing.get_context("fork")  # torch is imported once, and no thread of it runs yet
@@ -326,7 +326,9 @@ def told(place: Path) -> bool:
     return bool(lines) and lines[-1].startswith("Error: ")
 
 
-def table(results: dict[str, Any]) -> str:
+def page() -> str:
+    """What each kind of fault lost, as Markdown."""
+    results = pages.results("faults")
     rows = ["| fault | trials | ended by it | lost, broken or left over |", "|---|---|---|---|"]
     for name, row in results.items():
         ended = row.get("ended by it", row.get("one sentence, exit 1"))
@@ -335,21 +337,13 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join(rows)
 
 
-def write_docs(results: dict[str, Any]) -> None:
-    """Put the table into docs/files.md."""
-    before, _, rest = DOCS.read_text(encoding="utf-8").partition("<!-- faults -->\n")
-    after = rest.partition("<!-- end of faults -->")[2]
-    text = f"{before}<!-- faults -->\n{table(results)}\n<!-- end of faults -->{after}"
-    DOCS.write_text(text, encoding="utf-8")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=300)
-    parser.add_argument("--docs", action="store_true", help="only write the table of the results so far")
+    parser.add_argument("--table", action="store_true", help="only write the table of docs/files.md")
     options = parser.parse_args()
-    if options.docs:
-        write_docs(json.loads(RESULTS.read_text()))
+    if options.table:
+        pages.fill("faults", page())
         return
     with TemporaryDirectory() as folder:
         place = Path(folder).resolve()
@@ -365,8 +359,7 @@ def main() -> None:
         kills(place, options.kills, results)
         os.chdir("/")
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    write_docs(results)
-    print(table(results))
+    pages.fill("faults", page())
     sys.exit(any(row["wrong"] for row in results.values()))
 
 

@@ -31,6 +31,7 @@ os.environ.setdefault(
 )  # before torch starts its threads, so that they do not move between cores
 
 import numpy as np
+import pages
 import torch
 from safetensors.torch import load_file
 from torch import nn
@@ -174,8 +175,9 @@ def plan_for(scores: fp.Scores, budget: fp.Budget, multiple: Any, table: Any) ->
     return fp.allocate(scores, keep=budget, multiple_of=multiple, latency=table)
 
 
-def tables(results: Mapping[str, Any]) -> str:
+def page() -> str:
     """Both tables as Markdown."""
+    results = pages.results("latency")
     lines = [
         "| memory format | batch | widths | original ms | pruned ms | times faster | ideal | paper |",
         "|---|---|---|---|---|---|---|---|",
@@ -237,7 +239,7 @@ def main() -> None:
         )
         RESULTS.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     if results:
-        print(tables(results))
+        pages.fill("latency", page())
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pages
 import torch
 import torchvision_shim  # noqa: F401 (transformers imports torchvision)
 from torch import Tensor, nn
@@ -140,10 +141,9 @@ def measure(shared: Path, folder: str) -> dict[str, Any]:
     }
 
 
-def table(results: dict[str, Any]) -> str:
-    """Mean cosine similarity for each signal and rule, plain and where it was measured repaired, as
-    Markdown.
-    """
+def page() -> str:
+    """Mean cosine similarity by signal and rule, plain and, where measured, repaired."""
+    results = pages.results("minilm")
     found = {(row["signal"], row["rule"]): row for row in results["rows"]}
     lines = [f"| removal signal | {' | '.join(RULES)} |", "|---" * (1 + len(RULES)) + "|"]
     for signal in dict.fromkeys(row["signal"] for row in results["rows"]):
@@ -174,7 +174,7 @@ def main() -> None:
         results = {"command": shlex.join(["python", *sys.argv]), **measure(options.shared, packaged_model())}
         RESULTS.parent.mkdir(parents=True, exist_ok=True)
         RESULTS.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    print(table(json.loads(RESULTS.read_text(encoding="utf-8"))))
+    pages.fill("minilm", page())
 
 
 if __name__ == "__main__":

@@ -29,13 +29,14 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
+import pages
 import torch
 import torchvision_shim  # noqa: F401 (transformers imports torchvision)
 from routing import DOMAINS, VALIDATION, read_tokens
@@ -46,7 +47,6 @@ from fairpruner.evaluation import TASKS, evaluate, perplexity
 from fairpruner.inputs.hugging_face import pretrained, tokenizer_of
 
 RESULTS = Path(__file__).parent / "results" / "moe.json"
-PAGE = Path(__file__).parents[1] / "docs" / "moe.md"
 WINDOW = 128
 REMOVED = (0.5, 0.75, 5 / 6)
 REMOVALS = ("soft_activation", "reap", "frequency", "random")
@@ -346,13 +346,7 @@ def measure_tasks(
     return {"model": Path(model).name, "limit": limit, "rows": rows}
 
 
-START, END = "<!-- made by: python benchmarks/moe.py --table -->", "<!-- end -->"
 FOLDER = {"disk": "size on disk", "resident": "resident memory to load and run"}
-
-
-def grid(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
-    """A Markdown table."""
-    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *body))
 
 
 def cell(values: Row, form: str = ".1f") -> str:
@@ -378,7 +372,7 @@ def show_table(part: Row) -> list[str]:
         ]
         shown += [
             f"Calibration text: {mix}.",
-            grid(["removal signal", "rule", *(f"{removed:.1%} removed" for removed in REMOVED)], body),
+            pages.table(["removal signal", "rule", *(f"{removed:.1%} removed" for removed in REMOVED)], body),
         ]
     return shown
 
@@ -389,7 +383,7 @@ def show_repair(part: Row) -> list[str]:
         f"Repair without training, half of the experts removed ({part['draws']} draws of {part['tokens']:,}"
         " tokens, equally much of each domain):"
     )
-    return [title, grid(["step", "perplexity", "times the full model's"], body)]
+    return [title, pages.table(["step", "perplexity", "times the full model's"], body)]
 
 
 def show_costs(part: Row) -> list[str]:
@@ -423,7 +417,7 @@ def show_costs(part: Row) -> list[str]:
         " has no counter."
     )
     head = ["", "full", *(f"{row['removed']:.1%} removed" for row in part["rows"])]
-    return [title, grid(head, [[name, *(column[name] for column in columns)] for name in columns[0]])]
+    return [title, pages.table(head, [[name, *(column[name] for column in columns)] for name in columns[0]])]
 
 
 def show_tasks(part: Row) -> list[str]:
@@ -441,15 +435,26 @@ def show_tasks(part: Row) -> list[str]:
         ]
         shown += [
             f"{task}, {rows[0]['items']:,} items:",
-            grid(["removal signal, rule", "removed", "accuracy", "parse rate"], body),
+            pages.table(["removal signal, rule", "removed", "accuracy", "parse rate"], body),
         ]
         if kinds := list(rows[0]["categories"]):
             body = [[kind, *(f"{row['categories'][kind]:.1%}" for row in rows)] for kind in kinds]
-            shown += [f"{task}, accuracy by category:", grid(["", *(row["method"] for row in rows)], body)]
+            shown += [
+                f"{task}, accuracy by category:",
+                pages.table(["", *(row["method"] for row in rows)], body),
+            ]
     return [*shown, "</details>"]
 
 
 SHOWN = {"table": show_table, "repair": show_repair, "costs": show_costs, "tasks": show_tasks}
+
+
+def page() -> str:
+    """All tables as Markdown."""
+    results = pages.results("moe")
+    return "\n\n".join(
+        line for part, show in SHOWN.items() if part in results for line in show(results[part])
+    )
 
 
 def main() -> None:
@@ -486,9 +491,7 @@ def main() -> None:
             found |= {"draws": options.draws, "tokens": options.tokens}
         results[part] = {"command": shlex.join(["python", *sys.argv]), **found}
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    shown = [line for part, show in SHOWN.items() if part in results for line in show(results[part])]
-    before, rest = PAGE.read_text().split(START)
-    PAGE.write_text(before + START + "\n\n" + "\n\n".join(shown) + "\n\n" + END + rest.split(END, 1)[1])
+    pages.fill("moe", page())
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pages
 import torch
 from peer_models import MODELS, build
 from torch import nn
@@ -34,9 +35,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import fairpruner as fp
 
 HERE = Path(__file__).parent
-RESULTS, PACKAGES = HERE / "results" / "peers.json", HERE / ".peers"
-README = HERE.parent / "README.md"
-START, END = "<!-- made by: python benchmarks/peers.py --table -->", "<!-- end of peers -->"
+PACKAGES = HERE / ".peers"
 PEERS = ("torch-pruning==1.6.1", "network-pruner==2.16")
 GROUPS, LIMIT, CLOSE = 12, 180, 1e-8
 Row = dict[str, Any]
@@ -206,20 +205,16 @@ def words(row: Row) -> str:
     return f"{row['right']} of {tried} right" + "".join(f", {part}" for part in parts)
 
 
-def table(results: dict[str, dict[str, Row]]) -> str:
-    lines = [["model", *TOOLS], ["---"] * (1 + len(TOOLS))]
-    lines += [
-        [name, *(words(results[tool][name]) if name in results[tool] else "" for tool in TOOLS)]
-        for name in MODELS
-    ]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def write_table() -> None:
-    results = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"]
-    before, _, rest = README.read_text(encoding="utf-8").partition(START)
-    after = rest.partition(END)[2]
-    README.write_text(f"{before}{START}\n{table(results)}\n{END}{after}", encoding="utf-8")
+def page() -> str:
+    """Models by libraries as Markdown."""
+    rows = pages.results("peers")["rows"]
+    return pages.table(
+        ["model", *TOOLS],
+        [
+            [name, *(words(rows[tool][name]) if name in rows.get(tool, {}) else "" for tool in TOOLS)]
+            for name in MODELS
+        ],
+    )
 
 
 def main() -> None:
@@ -237,20 +232,18 @@ def main() -> None:
         if not PACKAGES.exists():
             install = ["install", "--quiet", "--no-deps", "--target", str(PACKAGES), *PEERS]
             subprocess.run([sys.executable, "-m", "pip", *install], check=True)
-        rows = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"] if RESULTS.exists() else {}
+        rows = pages.results("peers").get("rows", {})
         for tool in TOOLS:
             for name in MODELS:
                 if name in rows.setdefault(tool, {}):
                     continue
                 rows[tool][name] = run(tool, name)
                 print(f"{tool}, {name}: {words(rows[tool][name])} {rows[tool][name]['note']}", flush=True)
-                content = {
-                    "command": "python benchmarks/peers.py",
-                    "torch": torch.__version__,
-                    "rows": rows,
-                }
-                RESULTS.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    write_table()
+                pages.store(
+                    "peers",
+                    {"command": "python benchmarks/peers.py", "torch": torch.__version__, "rows": rows},
+                )
+    pages.fill("peers", page())
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+import pages
 import torch
 import torchvision_shim  # noqa: F401 (transformers imports torchvision)
 from torch import Tensor, nn
@@ -42,8 +43,6 @@ from fairpruner.inputs.hugging_face import pretrained
 from fairpruner.scoring.signals import Accumulator, BatchInfo, Context, Result, Signal
 
 RESULTS = Path(__file__).parent / "results" / "routing.json"
-PAGE = Path(__file__).parents[1] / "docs" / "signals.md"
-START, END = "<!-- made by: python benchmarks/routing.py --table -->", "<!-- end -->"
 REMOVAL = ("soft_activation", "soft_activation_all", "frequency", "reap")
 LENGTH, WINDOWS, DOMAINS = (
     128,
@@ -206,8 +205,9 @@ def measure(shared: Path, tokens: int) -> dict[str, Any]:
     return {"noise": found}
 
 
-def table(results: Mapping[str, Any]) -> str:
+def page() -> str:
     """The cost in a sentence, and rank stability and perplexity by the number of tokens as Markdown."""
+    results = pages.results("routing")
     lines = (
         [f"Scoring took {results['cost']['ratio']} times a plain forward of the same tokens."]
         if "cost" in results
@@ -262,10 +262,7 @@ def main() -> None:
         }
         RESULTS.parent.mkdir(parents=True, exist_ok=True)
         RESULTS.write_text(json.dumps(before, indent=2) + "\n", encoding="utf-8")
-    before_table, rest = PAGE.read_text(encoding="utf-8").split(START)
-    PAGE.write_text(
-        before_table + START + "\n\n" + table(before) + "\n\n" + END + rest.split(END, 1)[1], encoding="utf-8"
-    )
+    pages.fill("routing", page())
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import pages
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -31,8 +32,6 @@ with suppress(ModuleNotFoundError):
     import torchvision_shim  # noqa: F401 (transformers imports torchvision where there is one)
 
 RESULTS = Path(__file__).parent / "results" / "serving.json"
-PAGE = Path(__file__).parents[1] / "docs" / "moe.md"
-START, END = "<!-- made by: python benchmarks/serving.py --table -->", "<!-- end -->"
 TRAINED = "tiny_qwen2moe"
 UNTIED, UNEVEN = (
     f"{TRAINED}_untied",
@@ -182,8 +181,9 @@ def check(
     return found
 
 
-def table(results: dict[str, dict[str, float | str]]) -> str:
+def page() -> str:
     """Models by programs as Markdown."""
+    results = pages.results("serving")
     models = sorted({model for found in results.values() for model in found})
     lines = [f"| half of the experts of | {' | '.join(results)} |", "|---" * (len(results) + 1) + "|"]
     for model in models:
@@ -234,10 +234,7 @@ def main() -> None:
         )
     RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     if options.table:
-        before, rest = PAGE.read_text(encoding="utf-8").split(START)
-        PAGE.write_text(
-            before + START + "\n\n" + table(results) + "\n\n" + END + rest.split(END, 1)[1], encoding="utf-8"
-        )
+        pages.fill("serving", page())
 
 
 if __name__ == "__main__":

@@ -1,43 +1,26 @@
-"""Write the table of measured results into README.md, from the files in benchmarks/results.
+"""The results on the first screen of the README, from what other benchmarks measured.
 
-python docs/results_table.py
+python benchmarks/summary.py --table
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from statistics import mean
-from typing import Any
 
-ROOT = Path(__file__).parent.parent
-README = ROOT / "README.md"
-START, END = "<!-- made by: python docs/results_table.py -->", "<!-- end -->"
+import pages
+
 HEAD = ("CIFAR-10, top-1", "FLOPs kept", "original", "the paper's method", "best by hand", "`fp.prune`")
 WAYS = ("paper", "by hand", "default")
 
 
-def table() -> str:
-    """The table as markdown, and the other results in sentences."""
-    lines = [HEAD, tuple("---" for _ in HEAD), *_default()]
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return "\n\n".join([table, _reading(), _others(), _speed()]) + "\n"
-
-
-def write() -> None:
-    """Replace the text between the markers of the README."""
-    before, _, rest = README.read_text(encoding="utf-8").partition(START)
-    _, _, after = rest.partition(END)
-    README.write_text(f"{before}{START}\n{table()}{END}{after}", encoding="utf-8")
-
-
-def _results(name: str) -> Any:
-    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+def page() -> str:
+    """The table as Markdown, and the other results in sentences."""
+    return "\n\n".join([pages.table(HEAD, _default()), _reading(), _others(), _speed()])
 
 
 def _default() -> Iterator[tuple[str, ...]]:
-    rows = [row for row in _results("default")["rows"] if row["part"] == "default"]
+    rows = [row for row in pages.results("default")["rows"] if row["part"] == "default"]
     for depth, keep in sorted({(row["depth"], row["keep"]) for row in rows}, reverse=True):
         chosen = [row for row in rows if (row["depth"], row["keep"]) == (depth, keep)]
         means = {
@@ -54,15 +37,15 @@ def _default() -> Iterator[tuple[str, ...]]:
 
 def _reading() -> str:
     return (
-        "All 10,000 test images, 2,000 calibration images, no training on labels (`benchmarks/default.py`). The"
-        " paper's method is Wasserstein, Taylor and ToD, and nothing after the cut. By hand: `reconstruction`,"
-        " `global`, without the residual stream, `sequential` repair."
+        "All 10,000 test images, 2,000 calibration images, no training on labels (`benchmarks/default.py`)."
+        " The paper's method is Wasserstein, Taylor and ToD, and nothing after the cut. By hand:"
+        " `reconstruction`, `global`, without the residual stream, `sequential` repair."
     )
 
 
 def _others() -> str:
-    text = max(_results("minilm")["rows"], key=lambda row: row.get("repaired", 0.0))
-    experts = _results("moe")["repair"]
+    text = max(pages.results("minilm")["rows"], key=lambda row: row.get("repaired", 0.0))
+    experts = pages.results("moe")["repair"]
     perplexity = {row["step"]: row["mean"] for row in experts["rows"]}
     return (
         f"MiniLM-L6 with {100 * text['flops_kept']:.0f} % of its FLOPs: the cosine similarity to the"
@@ -75,9 +58,9 @@ def _others() -> str:
 
 
 def _speed() -> str:
-    timed = _results("latency")["resnet50"]
+    timed = pages.results("latency")["resnet50"]
     rows = {row["batch"]: row for row in timed["speed-up"] if row["plan"].endswith("auto")}
-    cost = _results("scoring")
+    cost = pages.results("scoring")
     peer = cost["seconds for 256 images"]
     faster = [f"{rows[batch]['faster']['median']:.2f} times at batch {batch}" for batch in sorted(rows)]
     return (
@@ -90,4 +73,4 @@ def _speed() -> str:
 
 
 if __name__ == "__main__":
-    write()
+    pages.fill("summary", page())
