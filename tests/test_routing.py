@@ -794,8 +794,9 @@ def test_what_cannot_be_seen_is_left_out_and_the_rest_is_scored() -> None:
     with pytest.warns(
         fp.FairprunerWarning,
         match=r"Left out of the scores: 1, 1\.experts\.0\.up\. Block '1' does not just add up",
-    ):
+    ) as warned:
         scores = fp.score(net, data, loss=F.mse_loss, removal={"hidden": "activation", "expert": "reap"})
+    assert warned[0].filename == __file__
     assert scores.spaces.names == ("0", "0.experts.0.up")
     assert all("does not just add up" in scores.spaces.left_out[name] for name in ("1", "1.experts.0.up"))
     assert fp.allocate(scores, keep=fp.Budget("experts", 0.5)).removed.keys() == {"0", "0.experts.0.up"}
@@ -828,8 +829,9 @@ def test_too_few_tokens_are_warned_of(qwen: nn.Module, experts: Spaces) -> None:
             r"The 2 samples are too few to rank experts for removal by 'soft_activation': .* expected at"
             r" least 0.9"
         ),
-    ):
+    ) as warned:
         fp.score(qwen, [moe_zoo.tokens()], spaces=experts)
+    assert warned[0].filename == __file__
 
 
 def test_a_single_text_is_warned_of(qwen: nn.Module, experts: Spaces) -> None:

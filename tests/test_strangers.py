@@ -158,11 +158,11 @@ def count_with(module: str, attribute: str, length: int) -> Callable[[dict[str, 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (reverse_owners, "does not cut Net rightly: mask and cut differ"),
-        (drop_a_read_slice, "does not cut Net rightly"),
-        (drop_a_carried_slice, "does not cut Net rightly"),
-        (call_reading_carrying, "does not cut Net rightly"),
-        (drop_the_counts, "does not cut Net rightly"),
+        (reverse_owners, "does not cut Net correctly: mask and cut differ"),
+        (drop_a_read_slice, "does not cut Net correctly"),
+        (drop_a_carried_slice, "does not cut Net correctly"),
+        (call_reading_carrying, "does not cut Net correctly"),
+        (drop_the_counts, "does not cut Net correctly"),
         (own_the_tensor_nope, "owns 'nope': no such tensor"),
         (own_dim_7, "dim 7"),
         (own_too_few_indices, "owns 7 indices of"),
@@ -175,7 +175,7 @@ def count_with(module: str, attribute: str, length: int) -> Callable[[dict[str, 
             "counts 3 with the attribute attention.num_heads, which is 4",
         ),
         (count_with("nowhere", "num_heads", 3), "which is None"),
-        (count_with("attention", "scale", 1), "does not cut Net rightly|counts"),
+        (count_with("attention", "scale", 1), "does not cut Net correctly|counts"),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )
@@ -230,7 +230,7 @@ def test_a_loaded_folder_is_verified_too(plan: fp.Plan, tmp_path: Path) -> None:
     content = json.loads((tmp_path / "small" / "plan.json").read_text())
     reverse_owners(content)
     seal(tmp_path / "small" / "plan.json", "plan", content)
-    with pytest.raises(fp.FairprunerError, match="does not cut Net rightly"):
+    with pytest.raises(fp.FairprunerError, match="does not cut Net correctly"):
         fp.load(tmp_path / "small", build=Net)
 
 

@@ -25,7 +25,7 @@ from fairpruner.inputs.datasets import Sampling
 from fairpruner.inputs.losses import mean_loss
 from fairpruner.inputs.text import Columns, load_text
 from fairpruner.inputs.tokens import IGNORED, targets_of
-from fairpruner.models.observing import LastInput
+from fairpruner.models.features import LastInput
 
 CPU = torch.device("cpu")
 

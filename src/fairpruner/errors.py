@@ -12,8 +12,9 @@ LISTED = 40  # names in an error
 
 
 class FairprunerError(Exception):
-    """A mistake that the caller can correct: the message states what was found, what was expected and the
-    next step.
+    """A mistake that the caller can correct.
+
+    The message states what was found, what was expected and the next step.
     """
 
 

@@ -33,7 +33,7 @@ from fairpruner.surgery import cut
 
 Options = Mapping[str, Mapping[str, Any]]  # stage -> its keyword arguments
 
-# What a caller may set for each stage; the rest follows from prune's own arguments.
+# The stages whose keyword arguments `options` may set, except those in OWN, which `prune` sets itself.
 STAGES: dict[str, Callable[..., Any]] = {
     "discover": discover,
     "score": score,
@@ -43,7 +43,7 @@ STAGES: dict[str, Callable[..., Any]] = {
 }
 OWN = {"spaces", "keep", "method", "epochs"}
 PRESETS = ("best", "paper")
-# What the paper fixes: (stage, its option).
+# (stage, option) that preset="paper" fixes.
 PAPER = (("score", "removal"), ("score", "protection"), ("allocate", "rule"))
 
 
@@ -62,19 +62,18 @@ def prune(
     effort: int = EFFORT,
     options: Options | None = None,
 ) -> tuple[nn.Module, Plan]:
-    """The smaller model, and one plan that leads to its shapes from the original; the model given is
-    untouched.
+    """The smaller model, and the plan that cuts the original to its shapes; the model given is not changed.
 
     For a budget in one round, plans of several signals and rules are cut, repaired and compared with the
-    original on samples that the repair did not see, within `effort` forward passes over the data; what
-    `repair` and `options` say is not searched. `plan.tried` has the table. `preset="paper"` is the paper's
-    method alone: its signals, its rule, no repair.
+    original on samples that the repair did not see, within `effort` forward passes over the data.
+    `plan.tried` lists them. Methods in `repair`, and signals and rules in `options`, are used as given, not
+    searched. `preset="paper"` is the paper's method alone: its signals, its rule, no repair.
 
-    With several rounds, or a tolerance, each round applies the paper's rule and signals, or what `options`
-    say. A budget is approached in equal shares: with R rounds each keeps the R-th root of it. A tolerance
-    holds in every round. `repair` names the methods that mend each cut. `recover_epochs` are trained
-    after each cut on `train`, or on `data`, with the original as the teacher (not with
-    `preset="paper"`). `options` go to a stage as they are: {"score": {"removal": "l1"}, "recover":
+    With several rounds, or with a tolerance, each round uses the paper's signals and rule, or those in
+    `options`. With R rounds, each round keeps the R-th root of the budget's share. A tolerance holds in every
+    round. `repair` names the methods that are applied after each cut. `recover_epochs` epochs are trained
+    after each cut on `train`, or on `data`. The original model is then the teacher, except with
+    `preset="paper"`. `options` are keyword arguments of the stages: {"score": {"removal": "l1"}, "recover":
     {"recipe": Recipe(ema=0.99)}}.
 
     >>> import torch
@@ -123,8 +122,8 @@ def prune(
 def _searched(
     model: nn.Module, data: Iterable[Any], spaces: Spaces, search: Search, options: Options
 ) -> tuple[nn.Module, Plan]:
-    """The best smaller model that a search finds, over all that `options` leave open."""
-    if search.keep.metric in KINDS_OF_METRIC:  # other kinds of units stay whole anyway
+    """The best smaller model that a search finds, and its plan; `options` narrow the search."""
+    if search.keep.metric in KINDS_OF_METRIC:  # a budget of experts removes nothing else
         spaces = spaces.only(kinds=KINDS_OF_METRIC[search.keep.metric])
     first = next(read_batches(data, device_of_model(model), model))
     scoring, limits = dict(options["score"]), {"exact": True, **options["allocate"]}
@@ -140,16 +139,17 @@ def _searched(
 
 
 def _of_round(number: int, options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The options of `recover`, with a folder of its own for each round's checkpoints."""
+    """The options of `recover`, with a separate folder for the checkpoints of each round."""
     folder = options.get("folder")
     return options if folder is None else {**options, "folder": Path(folder) / f"round-{number}"}
 
 
 def _share_of(keep: Budget, so_far: Plan, done: float) -> Budget:
-    """The budget when this share of the rounds is done, as a count: on the geometric way from the
-    original to `keep`.
+    """The budget after this share of the rounds, as a count.
+
+    The amounts of the rounds form a geometric sequence from the original to `keep`.
     """
-    if keep.counted_in == "latency_ms":  # its table knows the whole model only
+    if keep.counted_in == "latency_ms":  # a latency table holds for the original model only
         if done < 1:
             raise FairprunerError(
                 f"A budget of {keep.metric} is met in one round: give rounds=1, or a budget of flops."
@@ -157,7 +157,7 @@ def _share_of(keep: Budget, so_far: Plan, done: float) -> Budget:
         return keep
     original = so_far.original[keep.metric]
     amount = round(original ** (1 - done) * keep.target(original) ** done)
-    # A round may have landed below the next target already.
+    # An earlier round may already keep less than this.
     return Budget(keep.metric, max(1, min(amount, so_far.predicted[keep.metric])))
 
 
@@ -176,20 +176,20 @@ def _check_schedule(
 
 
 def _check_preset(preset: str, methods: Sequence[str] | None, options: Options) -> None:
-    """Refuse what contradicts the paper's method where it is asked for."""
+    """Refuse arguments that contradict preset="paper"."""
     if preset not in PRESETS:
         raise unknown("preset", preset, PRESETS)
-    said = [f"{stage} {name}" for stage, name in PAPER if options[stage].get(name) is not None]
-    said += [f"repair {', '.join(methods)}"] if methods else []
-    if preset == "paper" and said:
+    given = [f"{stage} {name}" for stage, name in PAPER if options[stage].get(name) is not None]
+    given += [f"repair {', '.join(methods)}"] if methods else []
+    if preset == "paper" and given:
         raise FairprunerError(
-            f"preset='paper' fixes the signals, the rule and no repair, found {' and '.join(said)}: leave"
-            " them out, or leave out the preset."
+            f"preset='paper' fixes the signals and the rule and does not repair, found {' and '.join(given)}:"
+            " leave them out, or leave out the preset."
         )
 
 
 def _checked(options: Options) -> Options:
-    """Options for every stage, none of them unknown to it."""
+    """The options of every stage, checked to be keyword arguments that it has."""
     for stage, given in options.items():
         if stage not in STAGES:
             raise unknown("stage", stage, STAGES)

@@ -1,4 +1,4 @@
-"""Cut and mask: the same plan applied physically, and as zeros and silenced routes in a full-size model."""
+"""Cut and mask: a plan applied by removing its units, or by silencing them in a full-size copy."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from fairpruner.models.narrowing import cut_units, mask_units
 from fairpruner.models.recorded import draw
 from fairpruner.models.supported import check_supported
 
-# The class of the model that a plan from a file was verified on, so that cut and mask pay for it once.
+# The class of the model that a plan from a file was verified on, so that it is verified only once.
 _VERIFIED: WeakKeyDictionary[Plan, type[nn.Module]] = WeakKeyDictionary()
 
 
 def cut(model: nn.Module, plan: Plan, *, example: Any = None) -> nn.Module:
-    """A smaller model without the plan's units; the model given is untouched.
+    """A smaller model without the plan's units; the model given is not changed.
 
-    A plan that was read from a file is verified first: on `example`, or on a random input of the kind that
-    the plan records, the smaller model must compute what the masked one computes.
+    A plan that was read from a file is verified first: the smaller model must give the same output as the
+    masked one, on `example` or on a random input of the kind that the plan records.
 
     >>> import torch, fairpruner as fp
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -41,7 +41,7 @@ def cut(model: nn.Module, plan: Plan, *, example: Any = None) -> nn.Module:
 
 
 def mask(model: nn.Module, plan: Plan, *, example: Any = None) -> nn.Module:
-    """A full-size copy in which nothing reads the plan's units: it computes what `cut` computes.
+    """A full-size copy in which nothing reads the plan's units; its outputs are those of the cut model.
 
     `example` is used as by `cut`.
     """
@@ -56,6 +56,7 @@ def cut_unverified(model: nn.Module, plan: Plan) -> nn.Module:
 
 
 def _check(model: nn.Module, plan: Plan, example: Any) -> None:
+    """Refuse a plan of another model, and verify a plan from a file."""
     _check_fits(model, plan)
     if plan.spaces.from_file and any(plan.removed.values()) and _VERIFIED.get(plan) is not type(model):
         _verify(model, plan, example)
@@ -74,7 +75,7 @@ def _check_fits(model: nn.Module, plan: Plan) -> None:
 
 
 def _verify(model: nn.Module, plan: Plan, example: Any) -> None:
-    """Digests can be recomputed by anyone, so what a file says is believed once it was seen to be right."""
+    """Refuse a plan from a file unless cut and mask agree; a digest is no proof, as anyone can compute it."""
     examples = [example]
     if example is None:
         if plan.spaces.examples is None:
@@ -91,6 +92,6 @@ def _verify(model: nn.Module, plan: Plan, example: Any) -> None:
         reason = disagreement(model, examples, touched, plan.removed)
     if reason:
         raise FairprunerError(
-            f"The plan, which was read from a file, does not cut {type(model).__name__} rightly: {reason}."
+            f"The plan was read from a file, and it does not cut {type(model).__name__} correctly: {reason}."
             " Score and allocate this model again, or give example= if it needs inputs of a special kind."
         )

@@ -40,8 +40,9 @@ def allocate(
     min_keep: MinKeep = 1,
     latency: LatencyTable | None = None,
 ) -> Plan:
-    """The plan for a tolerance (the paper's algorithm FAIR-Pruner) or for a budget (its target-budget
-    selection of the ToD level).
+    """The plan for a tolerance (the paper's algorithm FAIR-Pruner) or for a budget.
+
+    For a budget, the tolerance is found as in the paper's target-budget selection of the ToD level.
 
     `min_keep` is the least that every space keeps: a count, a share in (0, 1), or a mapping from kinds to
     counts or shares. `multiple_of` applies to channels and hidden units: a space that loses some of them
@@ -66,9 +67,8 @@ def allocate(
             raise FairprunerError(
                 f"keep is {keep!r}, expected a budget: for example keep=Budget('flops', 0.5)."
             )
-        plan = Allocator(
-            scores, rule, multiple_of, min_keep, latency, KINDS_OF_METRIC.get(keep.metric, KINDS)
-        ).for_budget(keep, exact)
+        kinds = KINDS_OF_METRIC.get(keep.metric, KINDS)
+        plan = Allocator(scores, rule, multiple_of, min_keep, latency, kinds).for_budget(keep, exact)
         advice = [] if exact else ["give exact=True"]
         advice += ["lower multiple_of or min_keep"] if multiple_of != 1 or min_keep != 1 else []
         _warn_if_far(plan, keep, ", or ".join(advice or ["try another rule"]))
@@ -83,7 +83,7 @@ def allocate(
 
 
 def _warn_if_far(plan: Plan, keep: Budget, advice: str) -> None:
-    """Tell the caller that the nearest plan is not near, and how to come nearer."""
+    """Warn that the nearest plan is far from the budget, and name what would bring it nearer."""
     original, found = plan.original[keep.counted_in], plan.predicted[keep.counted_in]
     if abs(found - keep.target(original)) > FAR * original:
         amount = f"{found / original:.2f}" if keep.is_share else f"{found:.15g}"
@@ -134,12 +134,8 @@ def shuffled(plan: Plan, seed: int) -> Plan:
     """
     check_whole_number("seed", seed, at_least=0)
     rng = np.random.default_rng(seed)
-    removed = {
-        space.name: tuple(
-            removal_order(np.argsort(rng.permutation(space.size)), space.groups)[
-                : plan.depths[space.name]
-            ].tolist()
-        )
-        for space in plan.spaces
-    }
+    removed = {}
+    for space in plan.spaces:
+        order = removal_order(np.argsort(rng.permutation(space.size)), space.groups)
+        removed[space.name] = tuple(order[: plan.depths[space.name]].tolist())
     return replace(plan, removed=removed, rule=f"{plan.rule}+random", predicted=predict(plan.spaces, removed))

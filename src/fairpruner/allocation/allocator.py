@@ -63,20 +63,14 @@ class Allocator:
         self._constraints = {"min_keep": min_keep, "multiple_of": multiple_of}
         orders = [removal_order(scores.removal[space.name], space.groups) for space in scores.spaces]
         self._units = [tuple(order.tolist()) for order in orders]
-        self._ranked = [
-            RankedSpace(
-                removal=scores.removal[space.name][order],
-                tod=conflict_curve(
-                    scores.removal[space.name], scores.protection[space.name], space.groups
-                ).tod,
-                candidates=(
-                    candidates_of(space, multiple_of, min_keep)
-                    if space.kind in kinds
-                    else np.zeros(1, dtype=np.int64)
-                ),
-            )
-            for space, order in zip(scores.spaces, orders, strict=True)
-        ]
+        self._ranked = []
+        for space, order in zip(scores.spaces, orders, strict=True):
+            removal, protection = scores.removal[space.name], scores.protection[space.name]
+            candidates = np.zeros(1, dtype=np.int64)  # only depth 0 for kinds that are not removed
+            if space.kind in kinds:
+                candidates = candidates_of(space, multiple_of, min_keep)
+            tod = conflict_curve(removal, protection, space.groups).tod
+            self._ranked.append(RankedSpace(removal[order], tod, candidates))
         self.profiles = RuleProfiles(RULES[rule](self._ranked))
         self._costs = CostTable(scores.spaces, orders, latency)
         self._original = self._totals(np.zeros(len(orders), dtype=np.int64))
@@ -94,7 +88,7 @@ class Allocator:
     def for_budget(self, budget: Budget, exact: bool) -> Plan:
         """The plan of the rule's profile nearest to the budget.
 
-        With `exact`, also the profiles between two neighbouring steps of the rule are candidates.
+        With `exact`, the profiles between two neighbouring steps of the rule are candidates, too.
         """
         metric, target = budget.counted_in, self._target(budget)
         steps = self._search(metric, self.profiles.depths, self.profiles.last)
@@ -118,8 +112,8 @@ class Allocator:
         original = self._original[budget.counted_in]
         target = budget.target(original)
         if isinstance(original, int):
-            # A share times a count has float noise: 0.29 * 50 is slightly below 14.5. A float64 has 15
-            # significant digits, so what is beyond them is noise.
+            # A share times a count has rounding errors: 0.29 * 50 is slightly below 14.5. A float64 has 15
+            # significant digits, and those beyond are dropped.
             target = round(target, max(0, 14 - len(str(original))))
         return target
 
@@ -131,9 +125,11 @@ class Allocator:
         return BisectionSearch(lambda position: self._costs.totals(metric, depths(position)), last)
 
     def _tolerance(self, step: int) -> float | None:
+        """The tolerance of a step of the rule 'tod'; None for other rules."""
         return max(0.0, float(self.profiles.thresholds[step])) if self._rule == "tod" else None
 
     def _totals(self, depths: Ints) -> dict[str, float]:
+        """What a profile keeps of each metric."""
         return {metric: self._costs.totals(metric, depths) for metric in self._costs.metrics}
 
     def _plan(self, depths: Ints, alpha: float | None, exact: bool) -> Plan:

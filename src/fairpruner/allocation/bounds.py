@@ -9,8 +9,9 @@ from fairpruner.core.tod import ConflictCurve
 
 
 def depth_limit(size: int, alpha: float) -> int:
-    """The largest depth that any two rankings of `size` units allow: the paper's feasibility lemma, J /
-    (2 - alpha) rounded down.
+    """The largest depth that any two rankings of J = `size` units allow: floor(J / (2 - alpha)).
+
+    This is the paper's feasibility lemma.
 
     >>> depth_limit(17, 0.3)
     10
@@ -22,8 +23,9 @@ def depth_limit(size: int, alpha: float) -> int:
 
 
 def mass_bound(protection: Floats, depth: int, alpha: float) -> float:
-    """The largest sum of protection scores, [J], that `depth` units can have at a tolerance: the paper's
-    sharp bound A(m, alpha).
+    """The largest sum of protection scores that `depth` units can have at a tolerance.
+
+    `protection` holds the scores of all units, [J]. This is the paper's sharp bound A(m, alpha).
 
     >>> mass_bound(np.array([1.0, 2.0, 3.0, 4.0]), depth=2, alpha=0.5)
     6.0

@@ -19,7 +19,7 @@ from fairpruner.core.units import UnitSpace
 from fairpruner.errors import FairprunerError
 from fairpruner.models.fingerprint import fingerprint
 
-Axis = tuple[str, int | str]  # (tensor, dimension), or (module, attribute that holds a width)
+Axis = tuple[str, int | str]  # (tensor, dimension), or (module, attribute that holds a count)
 
 
 def compose(first: Plan, second: Plan) -> Plan:
@@ -125,4 +125,5 @@ def _kept_indices(plan: Plan) -> Mapping[Axis, NDArray[np.bool_]]:
 
 
 def _owners(space: UnitSpace) -> set[tuple[str, int, bytes]]:
+    """The slices of a space in a form that can be compared."""
     return {(s.tensor, s.dim, s.owner.tobytes()) for s in space.slices}

@@ -23,16 +23,15 @@ from fairpruner.terminal import table_of
 if TYPE_CHECKING:
     from rich.console import Group
 
-LEGEND = (
-    (
-        "Limit: the largest depth that any two rankings allow at this tolerance. R of bound: the removed"
-        " protection scores, as a share of the largest sum possible at this depth and tolerance."
-    ),
-    "Exchange: the last unit removed has no larger protection score than the next unit of any space.",
-    (
-        "Stable U, R: rank correlation of the removal and of the protection scores from two halves of the"
-        " data. Same units: the share of the removed units that both halves would remove."
-    ),
+# Notes below the table.
+LIMITS = (
+    "Limit: the largest depth that any two rankings allow at this tolerance. R of bound: the removed"
+    " protection scores, as a share of the largest sum possible at this depth and tolerance."
+)
+EXCHANGE = "Exchange: the last unit removed has no larger protection score than the next unit of any space."
+STABILITY = (
+    "Stable U, R: rank correlation of the removal and of the protection scores from two halves of the data."
+    " Same units: the share of the removed units that both halves would remove."
 )
 
 
@@ -70,8 +69,9 @@ class Diagnosis:
 
     @property
     def optimal(self) -> bool:
-        """Whether no profile with as many removed units has a lower surrogate cost: the paper's conditional
-        optimality under additive exchange.
+        """Whether no profile that removes as many units has a lower surrogate cost.
+
+        This is the paper's conditional optimality under additive exchange.
         """
         return self.exchange and self.rising_costs
 
@@ -99,7 +99,8 @@ class Diagnosis:
             "same\nunits",
         )
         title = f"{self.rule}{tolerance} keeps {shares}"
-        return table_of(title, columns, map(_cells, self.spaces), notes=(f"{cost} {exchange}", *LEGEND))
+        notes = (f"{cost} {exchange}", LIMITS, EXCHANGE, STABILITY)
+        return table_of(title, columns, map(_cells, self.spaces), notes=notes)
 
 
 def diagnose(scores: Scores, plan: Plan) -> Diagnosis:
@@ -114,9 +115,11 @@ def diagnose(scores: Scores, plan: Plan) -> Diagnosis:
     >>> diagnosis.spaces[0].tod, diagnosis.spaces[0].limit, diagnosis.optimal
     (0.0, 2, True)
     """
-    if [(s.name, s.size) for s in scores.spaces] != [
-        (s.name, s.size) for s in plan.spaces
-    ] or scores.spaces.fingerprint != plan.spaces.fingerprint:
+    scored, planned = (
+        (spaces.fingerprint, [(space.name, space.size) for space in spaces])
+        for spaces in (scores.spaces, plan.spaces)
+    )
+    if scored != planned:
         raise FairprunerError(
             f"The plan ({len(plan.spaces)} spaces) and the scores ({len(scores.spaces)} spaces) belong to"
             " different models or spaces: allocate from these scores."
@@ -141,6 +144,7 @@ def diagnose(scores: Scores, plan: Plan) -> Diagnosis:
 
 
 def _row(scores: Scores, plan: Plan, space: UnitSpace, costs: Floats, next_cost: float) -> SpaceDiagnosis:
+    """The facts of one space; `next_cost` is the lowest cost of removing one more unit from any space."""
     name, size, depth = space.name, space.size, plan.depths[space.name]
     protected = removal_order(-scores.protection[name])[:depth]  # the paper's P(m), by (-R, j)
     tod = np.isin(protected, plan.removed[name]).sum() / max(depth, 1)

@@ -1,4 +1,4 @@
-"""Profiles: a profile is the depth of every space, and these classes list profiles from shallow to deep."""
+"""Lists of profiles, from shallow to deep; a profile is one depth for every space."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ class ProfilesBetween:
     def __init__(self, spaces: Sequence[RankedSpace], start: Ints, end: Ints) -> None:
         self._start = start
         movers: list[int] = np.flatnonzero(end > start).tolist()
-        moves = [c[(c > start[s]) & (c <= end[s])] for s, c in ((s, spaces[s].candidates) for s in movers)]
+        moves = []  # of each mover, the candidate depths after `start`, up to `end`
+        for s in movers:
+            candidates = spaces[s].candidates
+            moves.append(candidates[(candidates > start[s]) & (candidates <= end[s])])
         # The greedy choice of the lowest next ToD gives the same order as sorting all moves by the highest
         # ToD up to and including each.
         conflict = np.concatenate(

@@ -28,8 +28,7 @@ def encode_runs(values: Ints) -> list[list[int]]:
 
 
 def runs_length(runs: Sequence[Sequence[int]]) -> int:
-    """The length of the vector that runs stand for, found without making it: a few bytes may stand for
-    more than memory holds.
+    """The length of the vector that runs stand for; a few bytes may stand for more than memory holds.
 
     >>> runs_length([[-1, 1, 2], [0, 1, 10**12]])
     1000000000002
@@ -50,6 +49,6 @@ def decode_runs(runs: Sequence[Sequence[int]]) -> Ints:
     if table.dtype.kind != "i" or table.ndim != 2 or table.shape[1] != 3 or table[:, 1:].min() < 1:
         raise ValueError(f"expected runs [first, count, each] of whole numbers, found {str(runs)[:80]}")
     first, count, each = table.T
-    # position of each block inside its run
+    # The position of each block inside its run.
     within = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
     return np.repeat(np.repeat(first, count) + within, np.repeat(each, count)).astype(np.int64)

@@ -32,9 +32,8 @@ class Budget:
         if self.metric not in BUDGETS:
             raise unknown("metric", self.metric, BUDGETS)
         amount = self.amount
-        if isinstance(amount, (bool, np.bool_)) or not isinstance(
-            amount, (int, float, np.integer, np.floating)
-        ):
+        numbers = (int, float, np.integer, np.floating)
+        if isinstance(amount, (bool, np.bool_)) or not isinstance(amount, numbers):
             raise FairprunerError(
                 f"Budget {self.metric} keep={amount!r} is a {type(amount).__name__}, expected a float share"
                 " or an int count."
@@ -62,6 +61,7 @@ class Budget:
 
     @property
     def is_share(self) -> bool:
+        """Whether the amount is a share of the original."""
         return self.metric != "latency_ms" and isinstance(self.amount, (float, np.floating))
 
     @property

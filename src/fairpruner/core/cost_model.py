@@ -63,7 +63,7 @@ class CostModel:
     factors: tuple[Factor, ...]
     params: tuple[Term, ...]
     flops: tuple[Term, ...]
-    # Of the parameters in their types; none in files from before they were counted.
+    # The memory of the parameters; empty in files from before bytes were counted.
     bytes: tuple[Term, ...] = ()
 
     def without(self, names: Mapping[str, Any]) -> CostModel:
@@ -75,7 +75,7 @@ class CostModel:
         return CostModel(factors, self.params, self.flops, self.bytes)
 
     def check(self, sizes: Mapping[str, int]) -> None:
-        """Refuse costs that no model has: more of an axis owned than there is, or sums beyond 64 bits.
+        """Refuse costs that no model has: axes with more owned indices than length, or sums beyond 64 bits.
 
         `sizes` holds the number of units of each space.
         """
@@ -83,11 +83,14 @@ class CostModel:
             for name, counts in factor.owned.items():
                 if counts.size != sizes.get(name, counts.size) or counts.min() < 0:
                     raise FairprunerError(
-                        f"A cost's axis has wrong numbers of indices of the units of {name!r}."
+                        f"An axis of the costs has {counts.size} index counts for the units of {name!r},"
+                        f" expected {sizes.get(name, counts.size)}, none of them negative."
                     )
             owned = sum(int(counts.sum()) for counts in factor.owned.values())
             if owned > factor.size:
-                raise FairprunerError(f"A cost's axis of {factor.size} indices has {owned} that units own.")
+                raise FairprunerError(
+                    f"An axis of the costs has {factor.size} indices, and units own {owned} of them."
+                )
         for terms in (self.params, self.flops, self.bytes):
             total = sum(t.coefficient * prod(self.factors[f].size for f in t.factors) for t in terms)
             if total > BIGGEST:

@@ -20,7 +20,7 @@ from fairpruner.core.spaces import Spaces
 class Lengths:
     """The lengths of tensor axes after any plan that removes the first units of a fixed order per space.
 
-    `orders[s]` is the removal order of space s, [J]. A plan is then just one depth per space, [S].
+    `orders[s]` is the removal order of space s, [J], so a plan is one depth per space, [S].
     """
 
     def __init__(self, factors: Sequence[Factor], spaces: Spaces, orders: Sequence[Ints]) -> None:
@@ -42,8 +42,9 @@ class Lengths:
                     self._ragged.append((f, s, np.concatenate([[0], np.cumsum(owned[orders[s]])])))
 
     def kept(self, depths: Ints) -> Ints:
-        """Axis lengths after removing `depths[s]` units from space s: [S] -> [F], or for N plans
-        [S, N] -> [F, N].
+        """Axis lengths after removing `depths[s]` units from space s: [S] -> [F].
+
+        For N plans at once: [S, N] -> [F, N].
         """
         kept: Ints = (self._sizes if depths.ndim == 1 else self._sizes[:, None]) - self._slopes @ depths
         for f, s, removed in self._ragged:

@@ -1,4 +1,4 @@
-"""The fields of a file's JSON content, each checked to be what it should be before anything is computed."""
+"""Checks of the fields of a file's JSON content, made before anything is computed from them."""
 
 from __future__ import annotations
 
@@ -29,24 +29,28 @@ def real(value: Any, what: str) -> float:
 
 
 def text(value: Any, what: str) -> str:
+    """A string."""
     if not isinstance(value, str):
         raise _wrong(what, value, "text")
     return value
 
 
 def truth(value: Any, what: str) -> bool:
+    """True or false."""
     if not isinstance(value, bool):
         raise _wrong(what, value, "true or false")
     return value
 
 
 def listed(value: Any, what: str) -> list[Any]:
+    """A list of anything."""
     if not isinstance(value, list):
         raise _wrong(what, value, "a list")
     return value
 
 
 def mapped(value: Any, what: str) -> dict[str, Any]:
+    """A mapping from strings to anything."""
     if not isinstance(value, dict):
         raise _wrong(what, value, "a mapping")
     return value

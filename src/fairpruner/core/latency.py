@@ -26,12 +26,12 @@ from fairpruner.core.sealed import Json, read_json, write_json
 from fairpruner.core.spaces import MOST_NUMBERS, Spaces
 from fairpruner.errors import FairprunerError, another_model
 
-WIDEST = 2**16  # multiple of widths that a machine may want
+WIDEST = 2**16  # the largest `multiple` that a file may hold
 
 
 @dataclass(frozen=True)
 class TimedOp:
-    """Milliseconds of one operation, with what follows it up to the next, at full widths."""
+    """Milliseconds of one operation and of what follows it, up to the next one, at full widths."""
 
     factors: tuple[int, ...]  # the axes that it multiplies, as positions in LatencyTable.factors
     fixed: float
@@ -92,9 +92,8 @@ class LatencyTable:
             row[:] = op.fixed + np.where(ragged[axes].any(axis=0), op.work + op.uneven, op.work) * share
             for f, width in zip(axes, op.widths, strict=True):
                 row += width * (padded[f] / whole[f])
-        total = np.cumsum(parts, axis=0)[
-            -1
-        ]  # in this order, so that the sum equals that of the report page bit for bit
+        # The report page adds in the same order, so both sums are equal bit for bit.
+        total = np.cumsum(parts, axis=0)[-1]
         return np.where((lengths == sizes[:, None]).all(axis=0), self.original, total)
 
     @property

@@ -1,4 +1,4 @@
-"""What fairpruner wrote and what it did not: `--force` replaces only the former."""
+"""Marks of the files that fairpruner wrote, because `--force` replaces only those."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from fairpruner.core.reading import parse_json, read_text
 from fairpruner.errors import FairprunerError
 
-PAGE, FIGURE, DATA, WEIGHTS = "page", "figure", "data", "weights"  # kinds without a sealed content
+PAGE, FIGURE, DATA, WEIGHTS = "page", "figure", "data", "weights"  # kinds of files that are not sealed
 ARRAY = "fairpruner.npy"  # in an .npz file, holds the mark
 EDGE = 64 * 1024  # bytes at the beginning and at the end of a page or figure, where its mark is
 
@@ -34,6 +34,7 @@ def kind_of(path: Path) -> str | None:
 
 
 def _found(path: Path) -> str | None:
+    """The mark in a file, if it has one."""
     if path.suffix == ".safetensors":
         with safe_open(path, framework="numpy") as file:
             return _format(json.loads((file.metadata() or {}).get("fairpruner", "{}")))
@@ -52,6 +53,7 @@ def _format(content: Any) -> str | None:
 
 
 def _edges(path: Path) -> bytes:
+    """The first and the last bytes of a file."""
     with path.open("rb") as file:
         start = file.read(EDGE)
         file.seek(-EDGE, 2)

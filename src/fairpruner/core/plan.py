@@ -22,9 +22,7 @@ from fairpruner.errors import FairprunerError
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Which units go, from every space, and what the smaller model will cost: enough for `cut`, with no
-    scores.
-    """
+    """Which units of every space are removed, and what the smaller model will cost; `cut` needs no more."""
 
     spaces: Spaces
     removed: Mapping[str, tuple[int, ...]]  # space -> unit indices, in removal order
@@ -33,7 +31,7 @@ class Plan:
     exact: bool  # the last few units were chosen to hit a count, so ToD <= alpha may not hold
     predicted: Mapping[str, float]  # metric -> kept count, or milliseconds
     original: Mapping[str, float]
-    tried: tuple[Trial, ...] = ()  # by the search that chose this plan, if one did
+    tried: tuple[Trial, ...] = ()  # what the search tried that chose this plan; empty without a search
 
     def __post_init__(self) -> None:
         if set(self.removed) != set(self.spaces.names):
@@ -53,9 +51,8 @@ class Plan:
                     f"The plan keeps {space.size - len(units)} units of space {space.name!r}, expected at"
                     f" least {space.min_keep}."
                 )
-            lost = np.bincount(
-                np.array(units, dtype=np.int64) * space.groups // space.size, minlength=space.groups
-            )
+            group = np.array(units, dtype=np.int64) * space.groups // space.size
+            lost = np.bincount(group, minlength=space.groups)
             if (lost != lost[0]).any():
                 raise FairprunerError(
                     f"The plan removes {lost.tolist()} units from the groups of space {space.name!r},"
@@ -73,9 +70,8 @@ class Plan:
     @staticmethod
     def removing(spaces: Spaces, removed: Mapping[str, Sequence[int]]) -> Plan:
         """A plan that removes just these units, chosen by the caller; spaces not named stay whole."""
-        strange = [name for name in removed if name not in spaces.names]
-        if strange:
-            spaces[strange[0]]
+        for name in removed:
+            _ = spaces[name]  # an error that names the space, if there is none of this name
         units = {name: tuple(_unit(name, unit) for unit in removed.get(name, ())) for name in spaces.names}
         return Plan(spaces, units, None, "given", False, predict(spaces, units), predict(spaces, {}))
 
@@ -85,13 +81,13 @@ class Plan:
 
     @staticmethod
     def load(path: str | Path) -> Plan:
-        """Read a plan; one without a digest was written or edited by hand."""
+        """Read a plan; a plan without a digest, as edited by hand, is accepted."""
         content = read_json(path, "plan")
         with understanding(path):
             return Plan.from_json(content)
 
     def to_json(self) -> Json:
-        """The plan with its spaces: what a person wants to read comes first."""
+        """The plan with its spaces as JSON values; what people read comes first."""
         return {
             "rule": self.rule,
             "alpha": None if self.alpha is None else float(self.alpha),
@@ -105,7 +101,7 @@ class Plan:
 
     @staticmethod
     def from_json(content: Mapping[str, Any]) -> Plan:
-        """A plan again; what it costs is worked out anew from its spaces, whatever the file says."""
+        """The plan that gave this `to_json`; its costs are predicted anew, not taken from the file."""
         spaces = Spaces.from_json(field(content, "spaces"))
         removed = {
             name: tuple(
@@ -132,7 +128,7 @@ class Plan:
 
 
 def _latency(claimed: Any) -> dict[str, float]:
-    """Milliseconds that a file claims: they cannot be worked out without the table they came from."""
+    """The milliseconds in a file, which cannot be predicted anew without their latency table."""
     if not isinstance(claimed, dict) or "latency_ms" not in claimed:
         return {}
     milliseconds = real(claimed["latency_ms"], "latency_ms")
@@ -142,7 +138,7 @@ def _latency(claimed: Any) -> dict[str, float]:
 
 
 def _unit(space: str, given: Any) -> int:
-    """A unit's number as the caller gave it, of Python, numpy or torch."""
+    """A unit's index from an integer of Python, numpy or torch."""
     try:
         number = None if isinstance(given, bool) else index(given)
     except TypeError:
@@ -156,7 +152,7 @@ def _unit(space: str, given: Any) -> int:
 
 
 def _plain(amount: float) -> float:
-    """Milliseconds may have decimals, counts have none."""
+    """A count as an int, milliseconds as a float."""
     return float(amount) if isinstance(amount, (float, np.floating)) else int(amount)
 
 

@@ -1,4 +1,4 @@
-"""Reading files that may come from strangers: in bounded memory, and every fault is one FairprunerError."""
+"""Reading files of unknown origin: in bounded memory, and every fault is one FairprunerError."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TEXT_LIMIT = 256 * 2**20  # bytes of a JSON file; a plan of 1,000 spaces of 4,09
 
 
 def check_regular(path: str | Path, *, limit: int | None = None) -> None:
-    """Refuse what is no regular file (a reader of a pipe may wait forever), or one of too many bytes."""
+    """Refuse a file that is too long, and anything but a regular file: reading a pipe may never end."""
     try:
         status = os.stat(path)
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
@@ -48,7 +48,7 @@ def parse_json(text: str, path: str | Path) -> Any:
     """The value of a JSON text from `path`: finite numbers, and text that UTF-8 can hold."""
     try:
         value = json.loads(text, parse_constant=_refuse_constant)
-        if "\\u" in text:  # an escape may stand for half a character
+        if "\\u" in text:  # an escape may be half of a surrogate pair
             json.dumps(value, ensure_ascii=False).encode()
     except RecursionError as error:
         raise FairprunerError(f"{path} is nested too deeply for a JSON file of fairpruner.") from error
@@ -63,7 +63,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 @contextmanager
 def understanding(path: str | Path) -> Iterator[None]:
-    """Turn a failure to make sense of a file's content into one sentence that names the file."""
+    """Report a failure to interpret a file's content in one sentence that names the file."""
     try:
         yield
     except FairprunerError as error:

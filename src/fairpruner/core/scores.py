@@ -25,7 +25,7 @@ SIGNALS = ("removals", "protections", "halves")  # the arrays of a Scores
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """Removal and protection numbers for every unit, and all that `allocate` needs besides.
+    """Removal and protection numbers for every unit, and everything else that `allocate` needs.
 
     The first signal of each mapping is the active one; `using` puts another in front.
     """
@@ -34,9 +34,8 @@ class Scores:
     removals: Mapping[str, Mapping[str, Floats]]  # signal -> space -> [J], small = remove first
     protections: Mapping[str, Mapping[str, Floats]]  # signal -> space -> [J], large = protect
     samples: int
-    halves: Mapping[str, Mapping[str, Floats]] = field(
-        default_factory=dict
-    )  # signal -> space -> [2, J], from disjoint halves of the data
+    # signal -> space -> [2, J], from disjoint halves of the data
+    halves: Mapping[str, Mapping[str, Floats]] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)  # how they were made: seed, projections, …
 
     def __post_init__(self) -> None:
@@ -60,10 +59,12 @@ class Scores:
 
     @property
     def removal(self) -> Mapping[str, Floats]:
+        """Space -> scores of the active removal signal, [J]."""
         return next(iter(self.removals.values()))
 
     @property
     def protection(self) -> Mapping[str, Floats]:
+        """Space -> scores of the active protection signal, [J]."""
         return next(iter(self.protections.values()))
 
     @property
@@ -74,7 +75,9 @@ class Scores:
     def using(self, removal: str | None = None, protection: str | None = None) -> Scores:
         """The same scores with other signals active."""
         return replace(
-            self, removals=_first(self.removals, removal), protections=_first(self.protections, protection)
+            self,
+            removals=_with_first(self.removals, removal),
+            protections=_with_first(self.protections, protection),
         )
 
     def only(self, kinds: Sequence[str] | None = None, skip: Sequence[str] = ()) -> Scores:
@@ -96,22 +99,17 @@ class Scores:
         )
 
     def save(self, path: str | Path) -> None:
-        """Write scores to one .safetensors file: arrays as float64 tensors, the rest as JSON in its
-        metadata.
-        """
+        """Write the scores to one .safetensors file: arrays as tensors, the rest as JSON in its metadata."""
         tensors = {
             _key(group, signal, space): torch.from_numpy(np.ascontiguousarray(values))
             for group in SIGNALS
             for signal, by_space in getattr(self, group).items()
             for space, values in by_space.items()
         }
-        signals = {
-            group: list(getattr(self, group)) for group in SIGNALS
-        }  # the first of each is the active one
         content = {
             "samples": self.samples,
             "settings": dict(self.settings),
-            "signals": signals,
+            "signals": {group: list(getattr(self, group)) for group in SIGNALS},  # the active one first
             "spaces": self.spaces.to_json(),
         }
         with written_whole(path) as temporary:
@@ -158,9 +156,10 @@ def check_scores(values: Floats, space: UnitSpace, signal: str) -> None:
         )
 
 
-def _first(
+def _with_first(
     signals: Mapping[str, Mapping[str, Floats]], name: str | None
 ) -> Mapping[str, Mapping[str, Floats]]:
+    """The signals with one of them in front."""
     if name is None:
         return signals
     if name not in signals:

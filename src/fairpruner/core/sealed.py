@@ -1,6 +1,4 @@
-"""Files on disk: safetensors for tensors, JSON for the rest, never pickle; every file is sealed with a
-digest.
-"""
+"""Sealed files: safetensors for tensors, JSON for the rest, never pickle; a digest shows any change."""
 
 from __future__ import annotations
 
@@ -40,6 +38,7 @@ def read_tensors(path: Path, kind: str) -> tuple[Json, dict[str, torch.Tensor]]:
 
 
 def _sealed(kind: str, content: Json, tensors: Mapping[str, torch.Tensor] | None = None) -> Json:
+    """The content with its kind, its version and its digest."""
     return {"format": f"fairpruner {kind}", "version": VERSION, **content, "digest": digest(content, tensors)}
 
 
@@ -62,8 +61,10 @@ def _opened(text: str, path: Path, kind: str, tensors: Mapping[str, torch.Tensor
             " upgrade fairpruner."
         )
     body = {key: value for key, value in content.items() if key not in ("format", "version", "digest")}
-    if content.get("digest") not in ((None, digest(body)) if tensors is None else (digest(body, tensors),)):
-        advice = "restore it" + (", or delete its digest if the change is yours." if tensors is None else ".")
+    found_digest = content.get("digest")
+    editable = tensors is None  # a JSON file without a digest was written or edited by hand
+    if found_digest != digest(body, tensors) and not (editable and found_digest is None):
+        advice = "restore it" + (", or delete its digest if the change is yours." if editable else ".")
         raise FairprunerError(
             f"{path} was altered after it was written, its digest does not fit its content: {advice}"
         )
@@ -71,7 +72,7 @@ def _opened(text: str, path: Path, kind: str, tensors: Mapping[str, torch.Tensor
 
 
 def digest(content: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | None = None) -> str:
-    """SHA-256 over JSON content, whatever its spacing and key order, and over the bits of tensors.
+    """SHA-256 of JSON content, independent of spacing and key order, and of the bits of tensors.
 
     >>> digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1})
     True
@@ -94,13 +95,14 @@ def compact(value: Any, *, sort_keys: bool = False) -> str:
 
 
 def readable(value: Any, indent: str = "") -> str:
-    """JSON over several lines, with lists of numbers and all that fits within 120 columns on one.
+    """JSON over several lines; a list of numbers, or what fits into 120 columns, stands on one line.
 
     >>> print(readable({"removed": {"conv1": [3, 1]}}))
     {"removed": {"conv1": [3, 1]}}
     """
     flat = compact(value)
-    children = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+    children = list(value.values()) if isinstance(value, dict) else []
+    children = value if isinstance(value, list) else children
     if len(indent) + len(flat) <= WIDTH or not any(isinstance(child, (dict, list)) for child in children):
         return flat
     inner = indent + "  "

@@ -26,7 +26,7 @@ class Spaces:
     costs: CostModel
     fingerprint: str  # of the model's tensor names and shapes
     examples: Json | None = None  # what kind of inputs it was traced with, see models/recorded.py
-    from_file: bool = False  # read, not discovered: a plan of them is verified before it is applied
+    from_file: bool = False  # read, not discovered; `cut` verifies plans of such spaces first
 
     def __post_init__(self) -> None:
         names = [space.name for space in self.items]
@@ -78,7 +78,7 @@ class Spaces:
         return self.without({**unwanted, **skipped})
 
     def without(self, left: Mapping[str, str]) -> Spaces:
-        """The spaces but some, which are left out for the reasons given."""
+        """The spaces without those in `left`, which maps their names to reasons."""
         return replace(
             self,
             items=tuple(s for s in self if s.name not in left),
@@ -87,7 +87,7 @@ class Spaces:
         )
 
     def to_json(self) -> Json:
-        """All that the spaces hold, as they stand in a file."""
+        """The spaces as JSON values."""
         return {
             "fingerprint": self.fingerprint,
             "left_out": dict(self.left_out),
@@ -114,7 +114,7 @@ class Spaces:
 
 
 def _check_room(content: Mapping[str, Any]) -> None:
-    """Refuse content whose vectors would be longer than those of any model; as runs they are short."""
+    """Refuse content whose vectors would be longer than any model's; a short file may hold long vectors."""
     items = listed(field(content, "items"), "items")
     factors = listed(field(mapped(field(content, "costs"), "costs"), "factors"), "factors")
     vectors = [
@@ -131,5 +131,5 @@ def _check_room(content: Mapping[str, Any]) -> None:
 
 
 def matches(name: str, patterns: tuple[str, ...]) -> bool:
-    """Whether a space's name equals, lies below, or fits one of the patterns."""
+    """Whether a space's name equals a pattern, lies below it as a path, or matches its wildcards."""
     return any(name == p or name.startswith(p + ".") or fnmatchcase(name, p) for p in patterns)

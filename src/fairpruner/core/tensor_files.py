@@ -1,7 +1,7 @@
 """Reading and writing safetensors files of any origin.
 
-Tensors are read into memory of their own. A tensor that were a map of its file would end the whole process if
-another program shortened the file, and its sums would depend on where in the file it lies.
+Tensors are read into memory, not mapped from the file. Reading a mapped tensor kills the process if another
+program has shortened the file, and sums over it depend on its place in the file.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class TensorFile:
 
     def read(self, name: str) -> Tensor:
         """One tensor."""
-        like = self._mapped.get_tensor(name)  # only its type and shape are looked at, never its numbers
+        like = self._mapped.get_tensor(name)  # only for its type and shape; its numbers are not read
         tensor = torch.empty(like.shape, dtype=like.dtype)
         begin, end = self._header[name]["data_offsets"]
         self._file.seek(self._start + begin)
@@ -48,7 +48,7 @@ class TensorFile:
 
 @contextmanager
 def open_tensors(path: str | Path) -> Iterator[TensorFile]:
-    """Open a safetensors file; a fault in it, or while it is read, is one sentence."""
+    """Open a safetensors file; any fault in it is reported in one sentence."""
     path = Path(path)
     check_regular(path)
     try:
@@ -67,12 +67,12 @@ def read_all(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor]]:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file that all can read who can read its folder; equal values give equal bytes."""
+    """Write a safetensors file with the usual permissions; equal values give equal bytes."""
     path.touch()
-    mode = path.stat().st_mode  # safetensors would leave a file that only its owner can read
+    mode = path.stat().st_mode  # safetensors writes files that only their owner can read
     save_file(dict(tensors), path, metadata=dict(metadata))
     path.chmod(mode)
-    with path.open("r+b") as file:  # safetensors writes metadata in an order that changes from run to run
+    with path.open("r+b") as file:  # safetensors writes the metadata in a random order
         header = _read_header(file)
         room = file.tell() - LENGTH
         header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
@@ -83,6 +83,6 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
 
 
 def _read_header(file: IO[bytes]) -> dict[str, Any]:
-    """What a file says of its tensors; leaves `file` where their numbers begin."""
+    """The header of a file; afterwards `file` stands where the numbers of the tensors begin."""
     header: dict[str, Any] = json.loads(file.read(int.from_bytes(file.read(LENGTH), "little")))
     return header

@@ -23,16 +23,10 @@ class ConflictCurve:
     def __post_init__(self) -> None:
         o, size = self.overlaps, self.overlaps.size - 1
         m = np.arange(size + 1)
-        steps = np.diff(o)
-        if (
-            size < 1
-            or o[0] != 0
-            or o[-1] != size
-            or steps.min() < 0
-            or steps.max() > 2
-            or (o > m).any()
-            or (o < 2 * m - size).any()
-        ):
+        valid = size >= 1 and o[0] == 0 and o[-1] == size
+        valid = valid and np.isin(np.diff(o), (0, 1, 2)).all()
+        valid = valid and (o <= m).all() and (o >= 2 * m - size).all()
+        if not valid:
             raise FairprunerError(
                 "A conflict curve starts at 0, ends at J, rises by 0, 1 or 2 and lies between max(0, 2m - J)"
                 " and m."
@@ -100,6 +94,7 @@ def removal_order(removal: ArrayLike, groups: int = 1) -> Ints:
 
 
 def _ascending(values: Floats) -> Ints:
+    """The indices of the values in ascending order, equal values by index."""
     return np.argsort(values, kind="stable").astype(np.int64, copy=False)
 
 
@@ -111,6 +106,7 @@ def _ranks(order: Ints) -> Ints:
 
 
 def _vector(values: ArrayLike, what: str) -> Floats:
+    """Scores as float64 [J], refused unless they are finite numbers."""
     try:
         vector = np.asarray(values, dtype=np.float64)
     except (TypeError, ValueError, RuntimeError) as error:

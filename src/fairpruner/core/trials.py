@@ -1,4 +1,4 @@
-"""What a search tried: one line for each plan that was cut, repaired and compared with the original."""
+"""What a search tried: one trial for each plan that it cut, repaired and compared with the original."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from fairpruner.core.sealed import Json
 
 @dataclass(frozen=True)
 class Trial:
-    """One plan that a search cut and repaired, and how far its outputs then lay from the original's.
+    """One plan that a search cut and repaired, and how far its outputs are from the original's.
 
-    `distance` is the mean KL divergence of the logits (or the share of the outputs' power that the
-    squared error is) on samples that the repair did not see.
+    `distance` is computed on samples that the repair did not see. It is the mean KL divergence of the logits;
+    for other outputs, the squared error divided by the squared output.
     """
 
     removal: str  # signal
     rule: str
     spaces: str  # which of them lose units: "all", or what stays whole
     repair: str  # methods joined by "+", "none" for the plain cut
-    samples: int  # that the repair looked at
+    samples: int  # that the repair used
     kept: float  # share of the budget's metric
     distance: float
     chosen: bool = False
@@ -42,7 +42,7 @@ class Trial:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """The line of a table, under `COLUMNS`."""
+        """The row of a table whose columns are `COLUMNS`."""
         kept, distance = f"{self.kept:.3f}", f"{self.distance:.4g}"
         mark = "chosen" if self.chosen else ""
         return self.removal, self.rule, self.spaces, self.repair, str(self.samples), kept, distance, mark

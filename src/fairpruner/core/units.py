@@ -25,10 +25,10 @@ MOST_DIMS = 8  # of a tensor in a file
 class Slice:
     """Which unit owns each index along one dimension of one tensor.
 
-    `role` says what the tensor does with the unit: `write` computes it (a filter's row), `read`
-    consumes it (the next layer's column), `carry` goes along with it (a bias, a norm's weight),
-    `route` chooses it (a router's row). Experts that are modules are owned through their `nn.ModuleList`:
-    its path stands for the tensor, and dimension 0 counts the modules.
+    `role` is what the tensor does with the unit: `write` computes it (a filter's row), `read` consumes it
+    (the next layer's column), `carry` scales or shifts it (a bias, a norm's weight), `route` sends tokens to
+    it (a router's row). For experts that are modules, `tensor` is the path of their `nn.ModuleList`, and
+    dimension 0 counts the modules.
     """
 
     tensor: str
@@ -59,7 +59,7 @@ class Slice:
 
 @dataclass(frozen=True, eq=False)
 class Count:
-    """A whole-number attribute of a module (groups, heads, …) that shrinks as units go."""
+    """A whole-number attribute of a module (groups, heads, …) that shrinks when units are removed."""
 
     module: str
     attribute: str
@@ -81,7 +81,7 @@ class Count:
 class UnitSpace:
     """What can be removed in one place: J units and every tensor slice each of them owns.
 
-    The paper calls this a prunable layer. `slices` stand in the order the forward pass meets them.
+    The paper calls this a prunable layer. `slices` are in the order in which the forward pass uses them.
     """
 
     name: str
@@ -93,7 +93,7 @@ class UnitSpace:
     # Units lie in this many consecutive blocks of equal length, and each block loses equally many: a router
     # that picks groups of experts first needs groups of one size.
     groups: int = 1
-    # The kept number is a multiple of this, unless all units are kept: some kernels take no other sizes.
+    # The kept number is a multiple of this, unless all units are kept: some kernels accept no other sizes.
     multiple: int = 1
 
     def __post_init__(self) -> None:
@@ -130,7 +130,7 @@ class UnitSpace:
 
     @property
     def observed(self) -> Slice:
-        """The read slice whose input tensor shows every unit as late as possible: what signals look at."""
+        """The slice whose input the signals observe: the last one that reads all units."""
         complete = [s for s in self.slices_of("read") if np.unique(s.owner[s.owner >= 0]).size == self.size]
         if not complete:
             raise FairprunerError(
@@ -139,7 +139,7 @@ class UnitSpace:
         return complete[-1]
 
     def to_json(self) -> Json:
-        """All that the space holds; owner vectors as runs."""
+        """The space as JSON values; owner vectors are written as runs."""
         return {
             "name": self.name,
             "kind": self.kind,
@@ -159,7 +159,7 @@ class UnitSpace:
             kind=field(content, "kind"),
             size=size,
             min_keep=whole(field(content, "min_keep"), "min_keep", at_most=size),
-            # files from before there were experts have neither of these
+            # Files from before there were experts have neither of these.
             groups=whole(content.get("groups", 1), "groups", at_most=size),
             multiple=whole(content.get("multiple", 1), "multiple", at_most=size),
             slices=tuple(Slice.from_json(part) for part in listed(field(content, "slices"), "slices")),

@@ -1,7 +1,7 @@
-"""Writing output: it is written whole beside its place and swapped in, and what is there stays until then.
+"""Writing output: it is written completely beside its place, and then replaces what is there.
 
 Every output is first written into a workspace, a hidden folder beside it that belongs to one process. A
-process that dies leaves its workspace; the next one that writes into the same folder removes it.
+process that dies leaves its workspace; the next process that writes into the same folder removes it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from fairpruner.errors import FairprunerError
 
 WORKSPACE = re.compile(r"\.fairpruner-(?P<node>[0-9a-f]{8})-(?P<pid>\d+)-[0-9a-f]{8}")
-NEW, OLD = "new", "old"  # the folders of a workspace: what is being written, and what it takes the place of
+NEW, OLD = "new", "old"  # the folders of a workspace: what is being written, and what it replaces
 DAY = 24 * 3600  # seconds; no output takes that long to write
 
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of Linux
@@ -33,10 +33,10 @@ AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of Linux
 
 @contextmanager
 def written_whole(path: str | Path, *, over_folder: bool = False) -> Iterator[Path]:
-    """A place to write a file or a folder to, which takes the name `path` once all is written.
+    """Yields a temporary path for a file or folder, which is renamed to `path` once all is written.
 
-    If anything fails, `path` is as it was. A file takes the place of a file; a folder takes that of a folder
-    only if it is empty or `over_folder` is true. A symbolic link stays, and what it leads to is replaced.
+    If anything fails, `path` stays as it was. A file replaces a file. A folder replaces a folder only if that
+    is empty or `over_folder` is true. A symbolic link stays, and its target is replaced.
     """
     place = Path(os.path.realpath(path))
     try:
@@ -60,13 +60,13 @@ def written_whole(path: str | Path, *, over_folder: bool = False) -> Iterator[Pa
 
 
 def is_at_or_below(path: str | Path, folder: str | Path) -> bool:
-    """Whether a path leads to a folder or file or into it, symbolic links followed."""
+    """Whether a path, with symbolic links followed, is `folder` or lies inside it."""
     real, above = (os.path.realpath(p) for p in (path, folder))
     return real == above or real.startswith(above.rstrip(os.sep) + os.sep)
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Remove the workspaces in a folder whose process is dead; a swap that was interrupted is completed."""
+    """Remove the workspaces of dead processes from a folder, and complete swaps that they left unfinished."""
     for workspace in folder.iterdir() if folder.is_dir() else ():
         found = WORKSPACE.fullmatch(workspace.name)
         with suppress(OSError):  # another process may remove it too
@@ -76,10 +76,11 @@ def remove_abandoned(folder: Path) -> None:
 
 
 def _is_abandoned(workspace: Path, node: str, pid: int) -> bool:
+    """Whether the process of a workspace is dead, or the workspace is older than a day."""
     status = workspace.lstat()
     if workspace.is_symlink() or not workspace.is_dir():
         return False
-    if os.name == "nt":  # where asking for a process ends it
+    if os.name == "nt":  # there, `os.kill` with signal 0 ends the process
         return time.time() - status.st_mtime > DAY
     mine = status.st_uid == os.getuid()
     return mine and (time.time() - status.st_mtime > DAY or (node == _node() and not _runs(pid)))
@@ -87,7 +88,7 @@ def _is_abandoned(workspace: Path, node: str, pid: int) -> bool:
 
 def _runs(pid: int) -> bool:
     try:
-        os.kill(pid, 0)  # signal 0 only asks
+        os.kill(pid, 0)  # signal 0 only checks that the process exists
     except (ProcessLookupError, OverflowError):
         return False
     except OSError:  # it runs and belongs to another user
@@ -96,7 +97,7 @@ def _runs(pid: int) -> bool:
 
 
 def _node() -> str:
-    """This machine, and in it the container: process ids mean something only there."""
+    """A hash of this machine and of its container, within which process ids are unique."""
     try:
         container = os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -105,12 +106,13 @@ def _node() -> str:
 
 
 def _swap(new: Path, place: Path, aside: Path) -> None:
-    """Give the folder `new` the name `place`; what is there goes into the workspace, in one step if the
-    system can exchange two names.
+    """Give the folder `new` the name `place`, and move the folder that has this name aside.
+
+    It is one step where the system can exchange two names.
     """
     if _exchange(new, place):
         return
-    os.rename(place, aside)  # whoever dies after this leaves the rest to `_complete_swap`
+    os.rename(place, aside)  # if the process dies after this, `_complete_swap` does the rest
     try:
         os.rename(new, place)
     except BaseException:
@@ -119,7 +121,7 @@ def _swap(new: Path, place: Path, aside: Path) -> None:
 
 
 def _complete_swap(workspace: Path) -> None:
-    """Where the old folder was moved aside and the new one, which is whole, has not taken its name."""
+    """Rename the new folder, which is complete, where a process died after it moved the old one aside."""
     for old in (workspace / OLD).glob("*"):
         new, place = workspace / NEW / old.name, workspace.parent / old.name
         if not os.path.lexists(place):
@@ -127,7 +129,7 @@ def _complete_swap(workspace: Path) -> None:
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Exchange two names in one step; false where the system or the file system cannot."""
+    """Exchange two names in one step; False if the system or the file system cannot do so."""
     library = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
     rename = getattr(library, "renameat2", None)  # not in every C library
     if rename is None:
@@ -141,7 +143,7 @@ def _exchange(first: Path, second: Path) -> bool:
 
 
 def _flush(new: Path) -> None:
-    """Have the content on the disk before the name: a machine that loses power keeps the old or the new."""
+    """Write the content to the disk before the rename: a power failure then leaves the old or the new one."""
     for file in (new, *new.rglob("*")) if new.is_dir() else (new,):
         if file.is_file():
             with file.open("rb") as opened:

@@ -1,4 +1,4 @@
-"""`nn.MultiheadAttention` with fewer heads than its embedding has room for."""
+"""`nn.MultiheadAttention` with fewer heads: a class that takes the place of the stock one after a cut."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ class FewerHeadsAttention(nn.MultiheadAttention):
 
     @property
     def _qkv_same_embed_dim(self) -> bool:
-        """False, so that `nn.TransformerEncoderLayer` does not use its fused kernel, which computes the width
-        itself.
+        """False, which keeps `nn.TransformerEncoderLayer` from its fused kernel.
+
+        That kernel computes the width of a head from the embedding.
         """
         return False
 
@@ -58,12 +59,9 @@ class FewerHeadsAttention(nn.MultiheadAttention):
         return (joined if self.batch_first else joined.transpose(0, 1)), weights
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        packed = self.in_proj_weight
-        weights = (
-            packed.chunk(3)
-            if packed is not None
-            else (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-        )
+        weights: list[Tensor] = [self.q_proj_weight, self.k_proj_weight, self.v_proj_weight]
+        if self.in_proj_weight is not None:
+            weights = list(self.in_proj_weight.chunk(3))
         biases = self.in_proj_bias.chunk(3) if self.in_proj_bias is not None else (None, None, None)
         projected = [F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True)]
         return [x.unflatten(2, (self.num_heads, self.head_dim)).transpose(1, 2) for x in projected]
@@ -71,31 +69,34 @@ class FewerHeadsAttention(nn.MultiheadAttention):
     def _mask(
         self, q: Tensor, k: Tensor, mask: Tensor | None, padding: Tensor | None, is_causal: bool
     ) -> Tensor | None:
-        """All masks as one to be added to the scores, broadcast over [batch, heads, tokens, keys]."""
+        """The sum of all masks, to be added to the scores [batch, heads, tokens, keys]."""
         if is_causal and mask is None:
             mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
-        # A mask [batch * heads, tokens, keys] has all heads of the uncut model.
+        # A mask [batch * heads, tokens, keys] counts the heads of the uncut model; the first serves for all.
         if mask is not None and mask.ndim == 3:
             mask = mask.unflatten(0, (q.shape[0], -1))[:, :1]
-        parts = [p for p in (mask, None if padding is None else padding[:, None, None, :]) if p is not None]
-        added = [
-            (
-                p.to(q.dtype)
-                if p.is_floating_point()
-                else torch.zeros_like(p, dtype=q.dtype).masked_fill(p, float("-inf"))
-            )
-            for p in parts
-        ]
+        if padding is not None:
+            padding = padding[:, None, None, :]
+        added = [_as_added(part, q.dtype) for part in (mask, padding) if part is not None]
         return sum(added[1:], added[0]) if added else None
 
 
+def _as_added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask of numbers as it is; a mask of bools with -inf where it is true."""
+    if mask.is_floating_point():
+        return mask.to(dtype)
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf"))
+
+
+# The class of a module whose counts a cut has changed, by its class before.
 STAND_INS: dict[type[nn.Module], type[nn.Module]] = {nn.MultiheadAttention: FewerHeadsAttention}
 
 
 @contextmanager
 def plain_attention(model: nn.Module) -> Iterator[None]:
-    """Inside, `nn.MultiheadAttention` modules compute plain products, which can be observed one by one; the
-    stock function hides what its output projection reads.
+    """Inside, `nn.MultiheadAttention` modules compute plain products, which can be observed one by one.
+
+    The stock function hides what its output projection reads.
     """
     stock = [module for module in model.modules() if type(module) is nn.MultiheadAttention]
     try:

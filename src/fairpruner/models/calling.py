@@ -65,7 +65,7 @@ def _copied(value: Any, clones: dict[int, Any]) -> Any:
         return tuple(items) if isinstance(value, tuple) else items
     try:
         return copy.deepcopy(value, clones)
-    except (TypeError, RuntimeError):  # a handle, or a tensor with a history: passed on as it is
+    except (TypeError, RuntimeError):  # deepcopy refuses handles and tensors with a gradient history
         return value
 
 
@@ -97,7 +97,7 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
 def output_tensors(value: Any) -> Iterator[torch.Tensor]:
     """Every tensor that a caller can reach in a model's output, attributes of its objects included.
 
-    A cache is passed over: the model hands it to its own next call, so its width may shrink with the model.
+    Caches are skipped: a model passes them to its own next call, so their width may shrink with the model.
 
     >>> from types import SimpleNamespace
     >>> [tuple(t.shape) for t in output_tensors({"a": SimpleNamespace(b=[torch.zeros(2)])})]
@@ -129,23 +129,23 @@ def _output_tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode inside; afterwards all state of the model and all random states are as they were."""
+    """Eval mode inside; afterwards the model's state and all random states are as before."""
     with unchanged(model), in_eval_mode(model):
         yield
 
 
 @contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Eval mode inside and afterwards, for a copy that nobody else holds; random states are given back.
+    """Eval mode inside and afterwards, for a copy that nobody else holds; random states are restored.
 
-    The fused kernel of `nn.MultiheadAttention` is off meanwhile: it hides the projections from tracing,
-    counting and signals.
+    Inside, the fused kernel of `nn.MultiheadAttention` is off, because it hides the projections from
+    tracing, counting and signals.
     """
     fastpath = torch.backends.mha.get_fastpath_enabled()
     with random_state_kept(tensor.device for tensor in chain(model.parameters(), model.buffers())):
         try:
             torch.backends.mha.set_fastpath_enabled(False)
-            model.train()  # in train mode modules drop tensors that they derived from their weights
+            model.train()  # makes modules drop tensors that they derived from their weights
             model.eval()
             yield
         finally:

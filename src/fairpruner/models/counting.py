@@ -32,15 +32,15 @@ def count_params(model: nn.Module) -> int:
 def count_flops(model: nn.Module, example: Any) -> int:
     """MACs of one forward pass over the whole example, in eval mode: a batch of 8 counts eight times.
 
-    A plan's `predicted["flops"]` counts the same way for the example that `discover` was given; `score` and
-    `prune`, left to discover by themselves, give it one sample.
+    A plan's `predicted["flops"]` counts in the same way, for the example that `discover` was given. `score`
+    and `prune` call `discover` with one sample.
 
     >>> count_flops(nn.Linear(3, 2), torch.zeros(1, 3)), count_flops(nn.Linear(3, 2), torch.zeros(8, 3))
     (6, 48)
     """
     check_supported(model)
     with plain_experts(model), evaluating(model), torch.no_grad(), plain_recurrence(model):
-        # The counter asks for the gradient of inputs that need one, which a view of a parameter has not.
+        # The counter fails on inputs that require gradients and are views of a parameter.
         model.requires_grad_(False)
         with FlopCounterMode(display=False, custom_mapping=FLOP_FORMULAS) as counter:
             call_checked(model, example)

@@ -1,4 +1,4 @@
-"""Where models and examples lie."""
+"""The devices of models, of examples and of this process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fairpruner.models.calling import tensors_of
 
 
 def device_of_model(model: nn.Module) -> torch.device:
-    """Where the first parameter or buffer lies, to which inputs are moved; the CPU if there is none.
+    """The device of the first parameter or buffer, to which inputs are moved; the CPU if there is none.
 
     >>> device_of_model(nn.ReLU())
     device(type='cpu')
@@ -31,7 +31,7 @@ def devices_of_model(model: nn.Module) -> tuple[torch.device, ...]:
 
 
 def device_of_example(example: Any) -> torch.device:
-    """Where the first tensor of an example or of an output lies; the CPU if there is none."""
+    """The device of the first tensor of an example or of an output; the CPU if there is none."""
     return next((tensor.device for tensor in tensors_of(example)), torch.device("cpu"))
 
 
@@ -64,9 +64,9 @@ def has_float64(device: torch.device) -> bool:
 
 
 def wait_for_model(model: nn.Module) -> None:
-    """Wait until the model's devices have computed all that was asked of them: a GPU answers before."""
+    """Wait until the model's devices have finished; calls on a GPU return before it has computed."""
     for device in devices_of_model(model):
         if device.type == "mps":
-            torch.mps.synchronize()  # there is one such device, which takes no number
+            torch.mps.synchronize()  # takes no device, because there is only one
         elif device.type not in ("cpu", "meta"):
             torch.get_device_module(device).synchronize(device)

@@ -7,7 +7,8 @@ router, which has one row for each expert.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -28,22 +29,20 @@ SIZES = (
     "num_total_experts",
 )
 TOP_K = (
-    *(
-        "num_experts_per_tok",
-        "top_k_experts",
-        "num_experts_per_token",
-        "experts_per_token",
-        "moe_topk",
-        "moe_top_k",
-        "moe_k",
-    ),
-    *("num_activated_experts", "n_activated_experts", "num_active_experts", "num_selected_experts"),
+    "num_experts_per_tok",
+    "top_k_experts",
+    "num_experts_per_token",
+    "experts_per_token",
+    "moe_topk",
+    "moe_top_k",
+    "moe_k",
+    "num_activated_experts",
+    "n_activated_experts",
+    "num_active_experts",
+    "num_selected_experts",
 )
-OWN_TOP_K = (
-    "top_k",
-    "topk",
-    "k",
-)  # only of a module: in a configuration, top_k is a setting of text generation
+# Only on a module: in a configuration, top_k is a setting of text generation.
+MODULE_TOP_K = ("top_k", "topk", "k")
 GROUPS = ("num_group", "n_group", "num_expert_group")
 CHOSEN_GROUPS = ("topk_group", "top_k_group")
 FORMS = "nn.ModuleList of equal modules or module with parameters [experts, …]"
@@ -92,8 +91,9 @@ def expert_lists(model: nn.Module) -> tuple[str, ...]:
 
 @contextmanager
 def plain_experts(model: nn.Module) -> Iterator[None]:
-    """Inside, transformers models run their experts one by one, which can be traced, runs in float64 and is
-    counted correctly.
+    """Inside, transformers models run their experts one by one.
+
+    This can be traced, it runs in float64, and its FLOPs are counted correctly.
     """
     configs = [getattr(module, "config", None) for module in model.modules()]
     with experts_run_by(ONE_BY_ONE, configs):
@@ -110,45 +110,53 @@ def _examined(model: nn.Module) -> dict[str, ExpertBlock | str]:
             size = _listed(module) or _fused(module)
             router = _router(modules[parent], module, size) if size else None
             if router is not None:
-                found[parent or path] = _block(
-                    modules, path, ".".join(part for part in (parent, router) if part), size
-                )
+                router_path = ".".join(part for part in (parent, router) if part)
+                found[parent or path] = _block(modules, path, router_path, size)
             elif isinstance(module, (nn.ModuleList, nn.ModuleDict)) and len(module) > 1:
                 found[parent or path] = _why_not(module, size)
-    # Other modules with an attribute that holds a number of experts.
-    telling = {place for path, module in modules.items() if (place := _telling(path, module))}
-    for path in sorted(telling):
-        if not any(
-            other == path or other.startswith(f"{path}.") or path.startswith(f"{other}.")
-            for other in (*found, *(telling - {path}))
-        ):
-            found[path] = (
-                f"it has a number of experts, but no {FORMS} in an attribute named after them beside a router"
-                " with a row for each"
-            )
-    return found
+    return {**found, **_unfound(modules, found)}
+
+
+def _unfound(modules: dict[str, nn.Module], found: Collection[str]) -> dict[str, str]:
+    """Path -> reason, for modules with a number of experts that are no part of what was found."""
+    counting = {place for path, module in modules.items() if (place := _counting_block(path, module))}
+    reason = (
+        f"it has a number of experts, but no {FORMS} in an attribute named after them beside a router with a"
+        " row for each"
+    )
+    return {
+        path: reason
+        for path in sorted(counting)
+        if not any(_nested(path, other) for other in (*found, *(counting - {path})))
+    }
+
+
+def _nested(path: str, other: str) -> bool:
+    """Whether two paths are equal or one leads to the other."""
+    return f"{path}.".startswith(f"{other}.") or f"{other}.".startswith(f"{path}.")
 
 
 def _why_not(experts: nn.ModuleList | nn.ModuleDict, size: int) -> str:
     """Why modules named experts are not supported."""
     if isinstance(experts, nn.ModuleDict):
         return f"its {len(experts)} experts are an nn.ModuleDict, expected {FORMS}"
-    return (
-        f"no matrix beside its {size} experts has a row for each"
-        if size
-        else f"its {len(experts)} experts differ in their parameters, expected equal ones"
-    )
+    if size:
+        return f"no matrix beside its {size} experts has a row for each"
+    return f"its {len(experts)} experts differ in their parameters, expected equal ones"
 
 
-def _telling(path: str, module: nn.Module) -> str:
-    """The path of the block that a module with a number of experts belongs to: the module itself if it holds
-    the router, otherwise its parent; "" for other modules.
+def _counting_block(path: str, module: nn.Module) -> str:
+    """The path of the block that a module with an attribute for the number of experts belongs to.
+
+    It is the module if one of its submodules may be the router, otherwise its parent; "" without such an
+    attribute.
     """
     size = next((vars(module)[name] for name in SIZES if type(vars(module).get(name)) is int), 0)
+    if not size:
+        return ""
     own = {id(p) for p in module.parameters(recurse=False)}
-    routes = [p for p in module.parameters() if is_route(p, size)] if size else []
-    holds = any(id(p) not in own for p in routes)
-    return "" if not size else path if holds else path.rpartition(".")[0]
+    holds_router = any(id(p) not in own and is_route(p, size) for p in module.parameters())
+    return path if holds_router else path.rpartition(".")[0]
 
 
 def _listed(module: nn.Module) -> int:
@@ -160,8 +168,9 @@ def _listed(module: nn.Module) -> int:
 
 
 def _fused(module: nn.Module) -> int:
-    """The number of experts in a module with parameters [E, …], of which at least two are stacks of
-    matrices; 0 for any other module.
+    """The number of experts in a module with parameters [E, …]; 0 for any other module.
+
+    At least two of the parameters must be stacks of matrices.
     """
     if isinstance(module, AnyConvolution):
         return 0
@@ -192,22 +201,21 @@ def _router(block: nn.Module, experts: nn.Module, size: int) -> str | None:
 
 
 def _block(modules: dict[str, nn.Module], experts: str, router: str, size: int) -> ExpertBlock | str:
+    """The block of experts and a router at these paths, or the reason why it is not supported."""
     name = experts.rpartition(".")[0]
     near = [modules[path] for path in (*_upwards(router, name), experts)]
     configs = [getattr(module, "config", None) for module in near]
-    top_k = _attribute(near, OWN_TOP_K + TOP_K) or _attribute(configs, TOP_K)
+    top_k = _attribute(near, MODULE_TOP_K + TOP_K) or _attribute(configs, TOP_K)
     if top_k is not None and not 1 <= top_k <= size:
         return f"a token uses {top_k} of its {size} experts, expected 1 to {size}"
     groups = _attribute([*near, *configs], GROUPS) or 1
     if size % groups:
         return f"its {size} experts do not divide into {groups} router groups"
-    # A group is ranked by its two best experts; the groups that are chosen must hold top_k together.
-    per_group = (
-        max(2, -(-(top_k or 1) // (_attribute([*near, *configs], CHOSEN_GROUPS) or 1))) if groups > 1 else 1
-    )
-    return ExpertBlock(
-        name or experts, router, experts, size, top_k, groups, min(size, max(top_k or 1, groups * per_group))
-    )
+    chosen_groups = _attribute([*near, *configs], CHOSEN_GROUPS) or 1
+    # Routers rank a group by its two best experts, and the chosen groups together must hold top_k experts.
+    per_group = max(2, math.ceil((top_k or 1) / chosen_groups)) if groups > 1 else 1
+    min_keep = min(size, max(top_k or 1, groups * per_group))
+    return ExpertBlock(name or experts, router, experts, size, top_k, groups, min_keep)
 
 
 def _upwards(path: str, top: str) -> Iterator[str]:

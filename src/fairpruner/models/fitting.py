@@ -15,7 +15,7 @@ STEP = "Discover and score this model again."
 
 
 def check_fits(model: nn.Module, plan: Plan) -> None:
-    """Refuse a plan whose slices or counts are not those of this model, whatever its fingerprint says."""
+    """Refuse a plan whose slices or counts do not fit this model, even if its fingerprint matches."""
     shapes = {name: tuple(t.shape) for name, t in (*model.named_parameters(), *model.named_buffers())}
     modules = dict(model.named_modules())
     lists = {name: (len(module),) for name, module in modules.items() if isinstance(module, nn.ModuleList)}
@@ -46,7 +46,7 @@ def _check_slice(part: Slice, shapes: Mapping[str, tuple[int, ...]], space: str)
 
 
 def _check_count(count: Count, modules: Mapping[str, nn.Module], space: str) -> None:
-    """A count is a whole number that the module itself holds, as large as the plan says: never a method."""
+    """Refuse a count unless the module itself holds a whole number of the expected size under that name."""
     module = modules.get(count.module)
     value = None if module is None else vars(module).get(count.attribute)
     if type(value) is not int or value != count.owner.size:

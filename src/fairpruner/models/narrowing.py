@@ -1,4 +1,4 @@
-"""Shorter and silenced tensors: units of any spaces removed from a copy of a model, or masked in it."""
+"""Copies of a model in which units of any spaces are removed or masked."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def cut_units(
     *,
     weights: Change = _as_they_are,
 ) -> nn.Module:
-    """`cut` for any units of any spaces; `weights` may replace the model's tensors before they are cut."""
+    """`cut` for any units of any spaces; `weights` may change the model's tensors before they are cut."""
     keep = kept_indices(spaces, removed)
     counts: dict[tuple[str, str], list[np.ndarray]] = {}
     for space in spaces:
@@ -63,7 +63,7 @@ def cut_units(
         module = small.get_submodule(path)
         setattr(module, attribute, int((~np.logical_or.reduce(masks)).sum()))
         module.__class__ = STAND_INS.get(type(module), type(module))
-    _true_attributes(model, small)
+    _update_attributes(model, small)
     for path, module in list(small.named_modules()):
         if isinstance(module, nn.ModuleList) and path in keep:
             for number in sorted(set(range(len(module))) - set(keep[path][0].tolist()), reverse=True):
@@ -80,10 +80,10 @@ def mask_units(
 ) -> nn.Module:
     """`mask` for any units of any spaces, `weights` as for `cut_units`.
 
-    Zero on the read side, since a bias or a norm would bring a zeroed filter back; an expert's logit
-    becomes -inf, since a zeroed expert would still take tokens from the others.
+    The weights that read a unit become zero: a bias or a norm would bring back a unit whose filter is zero.
+    The logit of an expert becomes -inf: an expert whose weights are zero would still take tokens.
     """
-    # tensor -> slices, and true where a unit goes
+    # tensor -> its slices, each with a mask of the indices that are silenced
     quiet: dict[str, list[tuple[Slice, torch.Tensor]]] = {}
     for space in spaces:
         units = _units(space, removed)
@@ -93,17 +93,17 @@ def mask_units(
     def change(name: str, tensor: torch.Tensor) -> torch.Tensor:
         tensor = weights(name, tensor)
         for part, gone in quiet.get(name, ()):
-            tensor = (
-                close(part, tensor, gone)
-                if part.role == "route"
-                else tensor.index_fill(part.dim, gone.nonzero().squeeze(1).to(tensor.device), 0)
-            )
+            if part.role == "route":
+                tensor = close(part, tensor, gone)
+            else:
+                tensor = tensor.index_fill(part.dim, gone.nonzero().squeeze(1).to(tensor.device), 0)
         return tensor
 
     return copy_with(model, change)
 
 
 def _units(space: UnitSpace, removed: Mapping[str, Iterable[int]]) -> Ints:
+    """The removed units of one space."""
     return np.fromiter(removed.get(space.name, ()), dtype=np.int64)
 
 
@@ -114,19 +114,17 @@ def copy_with(model: nn.Module, change: Change) -> nn.Module:
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             fresh = change(name, tensor.detach())
             fresh = fresh.clone() if fresh.data_ptr() == tensor.data_ptr() else _laid_out_as(tensor, fresh)
-            memo[id(tensor)] = (
-                nn.Parameter(fresh, requires_grad=tensor.requires_grad)
-                if isinstance(tensor, nn.Parameter)
-                else fresh
-            )
+            if isinstance(tensor, nn.Parameter):
+                fresh = nn.Parameter(fresh, requires_grad=tensor.requires_grad)
+            memo[id(tensor)] = fresh
     for module in model.modules():
-        # A block may keep a loss from its last call: deepcopy refuses tensors with a history.
+        # A block may keep a loss from its last call; deepcopy refuses tensors with a gradient history.
         for kept in tensors_of(list(vars(module).values())):
             if kept.grad_fn is not None:
                 memo[id(kept)] = kept.detach().clone()
     fresh_model = copy.deepcopy(model, memo)
     modes = [module.training for module in fresh_model.modules()]
-    fresh_model.train()  # drops what modules have derived from the old tensors and kept
+    fresh_model.train()  # makes modules drop tensors that they derived from the old weights
     for module, training in zip(fresh_model.modules(), modes, strict=True):
         module.training = training
     return fresh_model
@@ -134,10 +132,10 @@ def copy_with(model: nn.Module, change: Change) -> nn.Module:
 
 def _laid_out_as(tensor: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
     """`fresh` with its dimensions in the memory order of `tensor`: channels_last stays channels_last."""
-    if 0 in tensor.stride():  # an expanded tensor has no order of its own
+    if 0 in tensor.stride():  # an expanded tensor has no memory order
         return fresh.contiguous()
     strides, step = [0] * fresh.ndim, 1
-    # From the fastest dimension to the slowest; one of length 1 takes no room, so it comes before its equal.
+    # From the fastest dimension to the slowest; of two equal strides, that of length 1 comes first.
     for dim in sorted(range(tensor.ndim), key=lambda dim: (tensor.stride(dim), tensor.shape[dim])):
         strides[dim] = step
         step *= fresh.shape[dim]
@@ -163,8 +161,8 @@ ATTRIBUTES: dict[str, str] = {
 }
 
 
-def _true_attributes(before: nn.Module, after: nn.Module) -> None:
-    """Make the size attributes of every module whose weight changed say the new sizes."""
+def _update_attributes(before: nn.Module, after: nn.Module) -> None:
+    """Update the size attributes, such as `out_channels`, of every module whose weight changed."""
     old_modules = dict(before.named_modules())
     for name, module in after.named_modules():
         old, new = _sizes(old_modules[name]), _sizes(module)
@@ -188,7 +186,7 @@ def _sizes(module: nn.Module) -> dict[str, int]:
         return {"all": weight.shape[0]}
     first, second = weight.shape[:2]
     groups = getattr(module, "groups", 1)
-    inner, outer = (
-        (first, second * groups) if getattr(module, "transposed", False) else (second * groups, first)
-    )
-    return {"in": inner, "out": outer, "first": first, "second": second}
+    sides = {"in": second * groups, "out": first}
+    if getattr(module, "transposed", False):
+        sides = {"in": first, "out": second * groups}
+    return {**sides, "first": first, "second": second}

@@ -1,4 +1,4 @@
-"""All state that a model holds, given back as it was: tensors, plain attributes, hooks, modes, gradients.
+"""Restoring all state that a model holds: tensors, plain attributes, hooks, modes, gradients.
 
 A model's forward may write into any of it: caches of anchors or masks, running statistics, counters,
 lists of features. A call that only looks at the model must undo that.
@@ -23,10 +23,10 @@ from fairpruner.errors import FairprunerWarning
 from fairpruner.models.randomness import restore_generator
 from fairpruner.models.torch_private import writes_of
 
-# Parameters are copied only if all of them fit in so many bytes: a forward that writes into them is rare.
-# Beyond, a write is noticed and told.
+# Parameters are copied only if they take at most so many bytes, because few models write into them in their
+# forward pass. In a larger model such a write is only detected, and a warning reports it.
 COPIED_PARAMETERS = 1 << 30
-# Objects inside objects are looked into so deep; a model may hold a trainer, and that the whole program.
+# Objects inside objects are searched to this depth: a model may hold a trainer that holds the whole program.
 DEPTH = 2
 FOREIGN = sys.stdlib_module_names | {"torch", "numpy", "accelerate"}
 
@@ -72,7 +72,7 @@ class _Memory:
 
     def restore(self) -> None:
         """Undo all changes."""
-        with ExitStack() as stack:  # one that cannot be undone does not keep the others from it
+        with ExitStack() as stack:  # runs all of them, even if one raises
             for undo in self._undo:
                 stack.callback(undo)
 
@@ -112,7 +112,7 @@ def _holds_state(value: Any) -> bool:
 
 
 def _tensor(tensor: Tensor, *, copying: bool) -> Iterator[Undo]:
-    """How to undo changes to one tensor; its gradient is laid aside, so that nothing is added to it."""
+    """How to undo changes to one tensor; its gradient is removed until then, so that nothing adds to it."""
     if tensor.is_leaf:
         if tensor.grad is not None:
             yield partial(setattr, tensor, "grad", tensor.grad)
@@ -139,7 +139,7 @@ def _restore_dict(held: dict[Any, Any], before: list[tuple[Any, Any]]) -> None:
         key is not old_key or value is not old
         for (key, value), (old_key, old) in zip(now, before, strict=True)
     ):
-        # Past what a subclass makes of these methods; an OrderedDict keeps an order besides the dict's.
+        # The methods of the base class, since a subclass may override them; an OrderedDict has its own order.
         kind = OrderedDict if isinstance(held, OrderedDict) else dict
         kind.clear(held)
         for key, value in before:
@@ -164,13 +164,13 @@ def _restore_flag(tensor: Tensor, requires_grad: bool) -> None:
 
 
 def _restore_memory(tensor: Tensor, before: Tensor) -> None:
-    """Point a tensor whose `.data` was replaced at its own numbers again."""
+    """Restore the memory of a tensor whose `.data` was replaced."""
     if tensor.data_ptr() != before.data_ptr() or tensor.shape != before.shape:
         tensor.data = before
 
 
 def _restore_values(tensor: Tensor, before: Tensor) -> None:
-    # Inference mode writes into any tensor, also one made in it, and counts no new version.
+    # Inference mode can write into any tensor, and it does not raise the tensor's version.
     with torch.inference_mode():
         if not torch.equal(tensor, before):
             tensor.copy_(before)
@@ -179,9 +179,9 @@ def _restore_values(tensor: Tensor, before: Tensor) -> None:
 def _warn_if_written(tensor: Tensor, version: int) -> None:
     if writes_of(tensor) != version:
         warnings.warn(
-            f"The model's forward wrote into a parameter of shape {list(tensor.shape)}, and it stays so: the"
-            f" parameters take more than {COPIED_PARAMETERS >> 20} MB, so they were not copied before."
-            " Keep such numbers in a buffer.",
+            f"The model's forward pass wrote into a parameter of shape {list(tensor.shape)}, and this cannot"
+            f" be undone: parameters of more than {COPIED_PARAMETERS >> 20} MB in all are not copied. Keep"
+            " numbers that the forward pass changes in a buffer.",
             FairprunerWarning,
             stacklevel=2,
         )

@@ -1,4 +1,4 @@
-"""The random states of Python, numpy, torch and its devices, given back as they were."""
+"""Restoring the random states of Python, numpy, torch and its devices."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def random_state_kept(devices: Iterable[torch.device] = ()) -> Iterator[None]:
 
 
 def restore_generator(generator: Any) -> Callable[[], object] | None:
-    """A function that sets a generator back to its present state; None for what is no generator."""
+    """A function that resets a generator to its present state; None for anything else."""
     if isinstance(generator, torch.Generator):
         return partial(generator.set_state, generator.get_state())
     if isinstance(generator, np.random.Generator):
@@ -46,6 +46,6 @@ def _of_device(device: torch.device) -> Callable[[], object]:
     if device.type in ("cpu", "meta"):
         return lambda: None
     backend: Any = torch.get_device_module(device)
-    # There is one MPS device, and its functions take no number.
+    # The functions for MPS take no device, because there is only one.
     which = () if device.type == "mps" else (device,)
     return partial(backend.set_rng_state, backend.get_rng_state(*which), *which)

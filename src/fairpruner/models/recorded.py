@@ -1,4 +1,4 @@
-"""What kind of input a model takes, as JSON: structure, shapes, types and ranges, and never the user's data.
+"""What kind of input a model takes, as JSON: structure, shapes, types and ranges, but no user data.
 
 Plans carry the record of the example that their model was traced with. A plan that was read from a file is
 verified on an input drawn from it.
@@ -95,8 +95,8 @@ def _draw_tensor(recorded: Json, generator: torch.Generator) -> Tensor:
         real(end, "the range of the example") for end in listed(field(recorded, "range"), "the range")
     )
     noise = torch.rand(field(recorded, "shape"), generator=generator, dtype=torch.float64)
-    if dtype.is_floating_point:  # an example of one number, such as zeros, stands for a shape only
+    if dtype.is_floating_point:  # an example of equal numbers, such as zeros, only gave a shape
         return (low + noise * ((high - low) or 1)).to(dtype)
-    if low >= 0 and high <= 1:  # a mask, or types of tokens: as open as it was, so that something is seen
+    if low >= 0 and high <= 1:  # a mask, or types of tokens: all ones hide no token
         return torch.full_like(noise, high).to(dtype)
     return (low + torch.floor(noise * (high - low + 1))).to(dtype)

@@ -1,4 +1,4 @@
-"""Recurrent modules in plain operations."""
+"""Recurrent modules, run without their fused kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A router's weight whose rows can be silenced: their logits are -inf, whatever they read."""
+"""A router's weight with silenced rows: the logits of these rows are -inf for every input."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class SilencedRows(Tensor):
             return out
         if func in PRODUCTS:
             return out.as_subclass(Tensor).masked_fill(rows.silenced.to(out.device), -math.inf)
-        # What has as many elements is a cast, a copy or a transpose.
+        # A result with as many elements is a cast, a copy or a transpose.
         return _silenced(out, rows.silenced) if out.numel() == rows.numel() else out.as_subclass(Tensor)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -59,10 +59,10 @@ def _silenced(tensor: Tensor, silenced: Tensor) -> SilencedRows:
 
 
 def close(part: Slice, tensor: Tensor, gone: Tensor) -> Tensor:
-    """A router's tensor with the routes of some experts, true in [E], closed."""
+    """A router's tensor that sends no token to the experts that are true in `gone` [E]."""
     if tensor.numel() > part.owner.size:
         return silence(tensor, gone)
-    # A bias of -inf closes the route also where it is added after the logits became probabilities.
+    # A bias of -inf also works in routers that add it to probabilities, not to logits.
     return tensor.index_fill(part.dim, gone.nonzero().squeeze(1).to(tensor.device), -math.inf)
 
 

@@ -10,12 +10,12 @@ from torch.nn.parameter import is_lazy
 
 from fairpruner.errors import FairprunerError
 
-# Packages of torch whose modules hold packed integer weights, which no name of a parameter leads to.
+# Packages of torch whose modules hold packed integer weights, which are no named parameters.
 QUANTIZED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.nn.quantized")
 
 
 def check_supported(model: Any) -> None:
-    """Refuse, with the next step, what cannot be cut, counted, saved and loaded again as plain modules.
+    """Refuse a model that cannot be cut, counted, saved and loaded again as plain modules.
 
     >>> check_supported(nn.Linear(3, 2))
     """
@@ -30,7 +30,7 @@ def check_supported(model: Any) -> None:
 
 
 def check_has_numbers(model: nn.Module) -> None:
-    """`check_supported`, and refuse a model whose tensors are shapes alone."""
+    """`check_supported`, and refuse a model whose tensors are on the meta device."""
     check_supported(model)
     name = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
     if name is not None:
@@ -40,9 +40,9 @@ def check_has_numbers(model: nn.Module) -> None:
 
 
 def _reason(path: str, module: nn.Module) -> str:
-    """Why one module makes its model unsupported, or nothing."""
+    """Why one module makes its model unsupported, or ""."""
     if isinstance(module, torch.jit.ScriptModule):
-        # A scripted function without tensors, as an activation, has nothing that a cut would miss.
+        # A scripted function without tensors, such as an activation, has nothing to cut.
         holds = any(True for _ in (*module.parameters(), *module.buffers()))
         return _fixed(path, module, "TorchScript") if holds else ""
     if any(base.__module__.startswith("torch.export") for base in type(module).__mro__):

@@ -46,9 +46,9 @@ def _attention_flops(query: Any, key: Any, value: Any, *_: Any, out_val: Any = N
     return int(2 * batch * heads * tokens * keys * (width + value_width))
 
 
-# Formulas that torch's own counter lacks: operation -> FLOPs from the arguments. It counts no attention on
-# the CPU and on MPS, and on GPUs none whose keys have fewer heads than its queries; so the same model would
-# have other FLOPs on other devices.
+# Formulas that torch's counter lacks: operation -> FLOPs from the arguments. Torch counts no attention on the
+# CPU and on MPS, and on GPUs none whose keys have fewer heads than its queries. Without these formulas, the
+# FLOPs of a model would depend on its device.
 FLOP_FORMULAS: dict[Any, Callable[..., int]] = dict.fromkeys(
     [
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
@@ -63,7 +63,7 @@ FLOP_FORMULAS: dict[Any, Callable[..., int]] = dict.fromkeys(
 
 
 def operation_name(func: Any) -> str:
-    """The name of an operation that a dispatch mode is shown: `add_` of `aten.add_.Tensor`."""
+    """The name of an operation as dispatch modes get it: `add_` of `aten.add_.Tensor`."""
     return str(func._overloadpacket.__name__)
 
 
@@ -80,15 +80,15 @@ def flop_formula(func: Any) -> Callable[..., Any] | None:
 
 
 def as_products(func: Any) -> Callable[..., Any] | None:
-    """A fused operation of some devices as the products it is made of; None for all others.
+    """A function that computes a fused operation by products; None for all other operations.
 
-    MPS computes `aten.linear` in one kernel, which elsewhere is a transpose and `addmm`.
+    On MPS `aten.linear` is one operation; other devices decompose it into a transpose and `addmm`.
     """
     return func.decompose if func._overloadpacket is torch.ops.aten.linear else None
 
 
 def base_of(tensor: Tensor) -> Tensor:
-    """The tensor that a view looks at; of no view, itself."""
+    """The tensor that a view was made of; a tensor that is no view is returned itself."""
     return tensor if tensor._base is None else tensor._base
 
 

@@ -35,7 +35,7 @@ def experts_run_by(implementation: str, configs: Iterable[Any]) -> Iterator[None
 
 @contextmanager
 def experts_implementation(run: Callable[..., Tensor]) -> Iterator[str]:
-    """Inside, `run` is one of the ways in which transformers calls fused experts; gives its name."""
+    """Inside, transformers knows `run` as a way to call fused experts; the yielded name selects it."""
     ways = importlib.import_module("transformers.integrations.moe").ALL_EXPERTS_FUNCTIONS
     ways[OURS] = run
     try:
@@ -68,7 +68,7 @@ def conversions_for(model: nn.Module) -> list[Any]:
 
 
 def used_conversions(model: Any) -> Any:
-    """The conversions that loading a model has used, noted on the model; None if nothing is noted."""
+    """The conversions that transformers used to load a model; None if the model has no note of them."""
     return getattr(model, "_weight_conversions", None)
 
 

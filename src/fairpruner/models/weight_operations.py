@@ -34,7 +34,7 @@ class WeightOperation(NamedTuple):
         return args, {key: value if ALIASES.get(key, key) == "input" else old for key, old in kwargs.items()}
 
 
-# What torch calls input and weight where it calls them otherwise.
+# torch's other names for the input and the weight.
 ALIASES = {"other": "weight", "mat1": "input", "mat2": "weight"}
 
 LINEAR = ("input", "weight", "bias")

@@ -1,4 +1,4 @@
-"""A training run on disk: one safetensors file that always holds a whole state, never pickle."""
+"""A training run on disk: one safetensors file, which always holds a complete state and no pickle."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Checkpoint:
 
 
 def save_checkpoint(checkpoint: Checkpoint, folder: Path, settings: Json) -> None:
-    """Put a checkpoint in the place of the one before; whoever dies meanwhile leaves that one."""
+    """Replace the checkpoint in a folder; if the process dies meanwhile, the earlier one stays."""
     flat = {
         f"{group}/{name}": tensor.detach().cpu().contiguous()
         for group, tensors in checkpoint.tensors.items()
@@ -47,7 +47,7 @@ def save_checkpoint(checkpoint: Checkpoint, folder: Path, settings: Json) -> Non
 
 
 def load_checkpoint(folder: Path, settings: Json, model: nn.Module) -> Checkpoint | None:
-    """The checkpoint in a folder, if there is one; refused if it is of another run or of another model."""
+    """The checkpoint in a folder, if there is one; refused if another run or another model wrote it."""
     path = folder / FILE
     if not path.exists():
         return None
@@ -65,8 +65,8 @@ def load_checkpoint(folder: Path, settings: Json, model: nn.Module) -> Checkpoin
     for name, now in settings.items():
         if then.get(name) != now:
             raise FairprunerError(
-                f"{path} belongs to another run: its {name} is {then.get(name)}, this run's is {now}. Give"
-                " what that run was given, or another folder."
+                f"{path} belongs to another run: its {name} is {then.get(name)}, this run's is {now}. Use the"
+                " settings of that run, or another folder."
             )
     with understanding(path):
         _check_content(content, settings["epochs"])
@@ -77,7 +77,7 @@ def load_checkpoint(folder: Path, settings: Json, model: nn.Module) -> Checkpoin
 
 
 def _check_content(content: Json, epochs: int) -> None:
-    """Refuse numbers that no run leaves, so that a run which takes them up does not fail later."""
+    """Refuse numbers that no run writes, so that a resumed run does not fail on them later."""
     whole(field(content, "epoch"), "epoch", at_most=epochs)
     whole(field(content, "position"), "position")
     for name, number in mapped(field(content, "tally"), "tally").items():
@@ -93,6 +93,7 @@ def _check_content(content: Json, epochs: int) -> None:
 
 
 def _check_tensors(found: Tensors, model: nn.Module) -> None:
+    """Refuse tensors that are not those of the model by name and shape."""
     expected = tensors_of_model(model)
     for name in sorted(found.keys() | expected.keys()):
         shapes = [list(t[name].shape) if name in t else None for t in (found, expected)]
@@ -106,14 +107,14 @@ def tensors_of_model(model: nn.Module) -> dict[str, Tensor]:
 
 
 def fill(model: nn.Module, tensors: Tensors) -> None:
-    """Give a model's tensors these values, in place."""
+    """Copy values into a model's tensors."""
     with torch.no_grad():
         for name, tensor in tensors_of_model(model).items():
             tensor.copy_(tensors[name])
 
 
 def identity(model: nn.Module) -> Json:
-    """Which model a run starts from: its shapes, and its values."""
+    """Hashes of the shapes and of the values of the model that a run starts from."""
     tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors_of_model(model).items()}
     return {"model": fingerprint(model), "starting weights": digest({}, tensors)[:16]}
 
@@ -137,8 +138,9 @@ def optimizer_state(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, 
 
 
 def restore_optimizer(optimizer: Optimizer, tensors: Tensors, plain: Mapping[str, Any]) -> None:
-    """Give an optimizer the memory that `optimizer_state` told; step counters stay where it keeps them,
-    on the CPU or beside the parameter.
+    """Restore an optimizer's memory from the two results of `optimizer_state`.
+
+    Tensors without dimensions, the step counters, stay on the CPU.
     """
     parameters = list(_parameters(optimizer))
     for key, value in (*tensors.items(), *plain.items()):

@@ -39,6 +39,7 @@ def reseed(device: torch.device, *numbers: int) -> None:
 
 
 def _mixed(*numbers: int) -> int:
+    """One seed from several numbers."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
@@ -49,38 +50,32 @@ def shard(data: Iterable[Any], rank: int, processes: int, *, even: bool) -> Iter
     """
     if processes == 1:
         return data
-    if (
-        isinstance(data, DataLoader)
-        and not isinstance(data.dataset, IterableDataset)
-        and hasattr(data.batch_sampler, "batch_size")
-    ):
-        if isinstance(data.sampler, DistributedSampler):
-            return data
-        from accelerate.data_loader import BatchSamplerShard
+    if not isinstance(data, DataLoader) or isinstance(data.dataset, IterableDataset):
+        return _Shard(data, rank, processes, even)
+    if not hasattr(data.batch_sampler, "batch_size"):
+        return _Shard(data, rank, processes, even)
+    if isinstance(data.sampler, DistributedSampler):
+        return data
+    from accelerate.data_loader import BatchSamplerShard
 
-        # Divided before reading: no process loads the samples of another.
-        sampler = BatchSamplerShard(data.batch_sampler, processes, rank, even_batches=even)
-        return DataLoader(
-            data.dataset, batch_sampler=sampler, **{name: getattr(data, name) for name in LOADER_SETTINGS}
-        )
-    return _Shard(data, rank, processes, even)
+    # The indices are divided, so no process loads the samples of another.
+    sampler = BatchSamplerShard(data.batch_sampler, processes, rank, even_batches=even)
+    settings = {name: getattr(data, name) for name in LOADER_SETTINGS}
+    return DataLoader(data.dataset, batch_sampler=sampler, **settings)
 
 
 class _Shard:
-    """The batches of one process from any iterable: every process reads all and uses its own."""
+    """The batches of one process from any iterable: every process reads all batches and uses its share."""
 
     def __init__(self, data: Iterable[Any], rank: int, processes: int, even: bool) -> None:
-        self._data, self._rank, self._processes, self._needed = (
-            data,
-            rank,
-            processes,
-            processes if even else rank + 1,
-        )
+        self._data, self._rank, self._processes = data, rank, processes
+        # In each round the processes read one batch each. A round with fewer batches than this is dropped.
+        self._needed = processes if even else rank + 1
 
     def __iter__(self) -> Iterator[Any]:
         batches = iter(self._data)
-        while len(turn := list(itertools.islice(batches, self._processes))) >= self._needed:
-            yield turn[self._rank]
+        while len(round_ := list(itertools.islice(batches, self._processes))) >= self._needed:
+            yield round_[self._rank]
 
     def __len__(self) -> int:
         return (len(self._data) + self._processes - self._needed) // self._processes  # type: ignore[arg-type]

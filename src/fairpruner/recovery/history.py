@@ -28,10 +28,8 @@ class Epoch:
         """Compare by validation accuracy, then by validation loss; without validation, later is better."""
         if other is None or self.validation_loss is None or other.validation_loss is None:
             return True
-        return (self.validation_accuracy or 0.0, -self.validation_loss) > (
-            other.validation_accuracy or 0.0,
-            -other.validation_loss,
-        )
+        mine = (self.validation_accuracy or 0.0, -self.validation_loss)
+        return mine > (other.validation_accuracy or 0.0, -other.validation_loss)
 
 
 @dataclass
@@ -40,7 +38,7 @@ class Tally:
 
     samples: float = 0
     loss: float = 0
-    classified: float = 0
+    classified: float = 0  # samples with one class, of which `correct` were predicted right
     correct: float = 0
     seconds: float = 0
 

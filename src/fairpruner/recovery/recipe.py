@@ -84,25 +84,23 @@ class Recipe:
                 f"There is nothing to train in {type(model).__name__}: all {len(list(model.parameters()))}"
                 " parameters are frozen. Call requires_grad_() on it."
             )
-        return (OPTIMIZERS[self.optimizer] if isinstance(self.optimizer, str) else self.optimizer)(
-            parameters, self
-        )
+        make = OPTIMIZERS[self.optimizer] if isinstance(self.optimizer, str) else self.optimizer
+        return make(parameters, self)
 
     def factor(self, done: float) -> float:
         """The factor of the learning rate when this share of the training is done."""
-        return (SCHEDULES[self.schedule] if isinstance(self.schedule, str) else self.schedule)(done)
+        schedule = SCHEDULES[self.schedule] if isinstance(self.schedule, str) else self.schedule
+        return schedule(done)
 
     def settings(self) -> dict[str, Any]:
         """The settings that the result depends on, as JSON values; a function is given by its name."""
-        values = {
-            field.name: getattr(self, field.name)
-            for field in fields(self)
-            if field.name != "checkpoint_every"
-        }
-        return {
-            name: getattr(value, "__qualname__", type(value).__qualname__) if callable(value) else value
-            for name, value in values.items()
-        }
+        settings = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name != "checkpoint_every":
+                name = getattr(value, "__qualname__", type(value).__qualname__)
+                settings[field.name] = name if callable(value) else value
+        return settings
 
 
 # field -> (whether a number is valid, what is expected)
@@ -129,9 +127,8 @@ def training_loss(recipe: Recipe, output: Any, batch: Batch, teacher: nn.Module 
         uniform = -F.log_softmax(_logits("model", output), dim=-1).mean()
         loss = (1 - recipe.label_smoothing) * loss + recipe.label_smoothing * uniform
     if teacher is not None and recipe.distillation:
-        loss = (1 - recipe.distillation) * loss + recipe.distillation * _distillation(
-            recipe.temperature, output, batch, teacher
-        )
+        distilled = _distillation(recipe.temperature, output, batch, teacher)
+        loss = (1 - recipe.distillation) * loss + recipe.distillation * distilled
     return loss
 
 
@@ -148,9 +145,10 @@ def _distillation(temperature: float, output: Any, batch: Batch, teacher: nn.Mod
             f"The teacher gives logits of shape {list(target.shape)}, the model of {list(found.shape)}: give"
             " the model that was pruned as the teacher."
         )
+    # [N, C] each
     log_found, log_target = (
         F.log_softmax(logits.float() / temperature, dim=-1).flatten(0, -2) for logits in (found, target)
-    )  # [N, C]
+    )
     term = temperature**2 * F.kl_div(log_found, log_target, reduction="batchmean", log_target=True)
     if not torch.isfinite(term):
         raise FairprunerError(
@@ -161,6 +159,7 @@ def _distillation(temperature: float, output: Any, batch: Batch, teacher: nn.Mod
 
 
 def _logits(whose: str, output: Any) -> Tensor:
+    """The logits in the output of the model or of the teacher, [..., C]."""
     logits = logits_of(output)
     if logits is None or logits.ndim < 2:
         raise FairprunerError(

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from fairpruner.core.arrays import Ints
 from fairpruner.core.units import Slice, UnitSpace
 from fairpruner.inputs.batches import Batch
-from fairpruner.models.observing import positions_of
 from fairpruner.models.precision import widened
+from fairpruner.models.reads import positions_of
 from fairpruner.repair.products import Product
 from fairpruner.repair.regression import Halves, NormalEquations, float64
 

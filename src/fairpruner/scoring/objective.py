@@ -57,25 +57,30 @@ class Objective:
         """The caller's loss, the task that the caller names, or the task that the first batch shows."""
         if isinstance(loss, str) and loss not in TASKS:
             raise unknown("task", loss, TASKS)
+        function = None if isinstance(loss, str) else loss
         if isinstance(batch.labels, list):
-            return Objective("detection", None if isinstance(loss, str) else loss, False, False, seed)
+            return Objective("detection", function, has_classes=False, draws_labels=False, seed=seed)
         with torch.no_grad():
             few = batch.rows(0, 2)
             output = forward(model, few)
-        found = task_of(few, output)
-        task = next((task for task in TASKS if task == loss), found)
-        own = None if isinstance(loss, str) else loss
-        draws = task == "unlabelled" and own is None and own_logits(output) is not None
+        task = next((task for task in TASKS if task == loss), None) or task_of(few, output)
+        draws = task == "unlabelled" and function is None and own_logits(output) is not None
         classes = task == "segmentation" or (batch.has_classes and loss not in ("regression", "unlabelled"))
-        return Objective(task, own, classes, draws, seed)
+        return Objective(task, function, has_classes=classes, draws_labels=draws, seed=seed)
 
     @property
     def name(self) -> str:
+        """The name of the loss, for the settings of the scores."""
         if self.loss is not None:
             return getattr(self.loss, "__name__", type(self.loss).__name__)
         if self.task == "unlabelled":
             return "cross_entropy of drawn labels" if self.draws_labels else "squared norm of the output"
         return LOSS_NAMES[self.task]
+
+    @property
+    def uses_class_labels(self) -> bool:
+        """Whether the loss compares logits with one class index for each sample."""
+        return self.loss is None and self.task == "classification"
 
     @property
     def on_tokens(self) -> bool:
@@ -102,10 +107,11 @@ class Objective:
         if self.loss is not None:
             return mean_loss(self.loss, output, batch)
         if self.task == "unlabelled":
-            return mean_loss(lambda output, labels: self._own_predictions(output, batch), output, batch)
+            return mean_loss(lambda output, labels: self._without_labels(output, batch), output, batch)
         return mean_loss(lambda output, labels: default_loss(output, batch, self.task), output, batch)
 
-    def _own_predictions(self, output: Any, batch: Batch) -> Tensor:
+    def _without_labels(self, output: Any, batch: Batch) -> Tensor:
+        """Cross-entropy of labels drawn from the model's softmax, or half the squared norm of the output."""
         logits = own_logits(output)
         if logits is not None:
             rows = widened(logits).flatten(0, -2)  # [predictions, classes]

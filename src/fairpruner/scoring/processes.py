@@ -1,6 +1,4 @@
-"""Several processes scoring together: each takes its share of the batches, and what they summed up is
-joined.
-"""
+"""Several processes score together: each takes a share of the batches, and their sums are joined."""
 
 from __future__ import annotations
 
@@ -23,14 +21,14 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Processes:
-    """The processes of one job, as `torchrun` or `accelerate launch` starts them; alone, one of one."""
+    """The processes of one job, as `torchrun` or `accelerate launch` starts them; by default only one."""
 
     rank: int = 0
     size: int = 1
 
     @staticmethod
     def current(device: torch.device) -> Processes:
-        """The job this process belongs to, whose model takes its inputs on `device`.
+        """The processes of the job that this process belongs to; its model takes inputs on `device`.
 
         If a launcher started the processes and nothing has connected them, they are connected now, and
         disconnected when the program ends.
@@ -46,11 +44,11 @@ class Processes:
         return Processes(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Processes()
 
     def share(self, items: Iterable[Item]) -> Iterator[Item]:
-        """This process's part of what all of them iterate over alike: every size-th item."""
+        """This process's share of items that all processes iterate over: every size-th item."""
         return islice(items, self.rank, None, self.size)
 
     def gathered(self, value: Item) -> list[Item]:
-        """Everybody's value, in the order of ranks, on every process."""
+        """The values of all processes, in the order of ranks; every process gets them."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -59,7 +57,7 @@ class Processes:
         return values
 
     def gathered_tensors(self, tensor: Tensor) -> list[Tensor]:
-        """Everybody's tensor, all of one shape, in the order of ranks."""
+        """The tensors of all processes, which have one shape, in the order of ranks."""
         if self.size == 1:
             return [tensor]
         sent = tensor.contiguous().to(_sending_device())
@@ -69,7 +67,7 @@ class Processes:
         return [received.to(tensor.device) for received in tensors]
 
     def summed(self, tensor: Tensor) -> Tensor:
-        """The sum of everybody's tensor, the same on every process."""
+        """The sum of the tensors of all processes, the same on every process."""
         if self.size == 1:
             return tensor
         total = tensor.to(_sending_device(), copy=True)
@@ -88,7 +86,7 @@ def backend_of(device: torch.device) -> str:
 
 
 def _sending_device() -> torch.device:
-    """Where tensors must lie to be sent: gloo takes those of the CPU, nccl those of the process's GPU."""
+    """The device that tensors are sent from: the CPU with gloo, the process's GPU with nccl."""
     nccl = dist.get_backend() == "nccl"
     return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
 
@@ -100,6 +98,7 @@ def _disconnect() -> None:
 
 @contextmanager
 def _together() -> Iterator[None]:
+    """Report the failure of another process as such."""
     try:
         yield
     except RuntimeError as error:

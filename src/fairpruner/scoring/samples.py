@@ -18,8 +18,9 @@ from fairpruner.core.units import Kind, UnitSpace
 from fairpruner.errors import FairprunerError
 from fairpruner.inputs.batches import Batch
 from fairpruner.inputs.tokens import real_tokens
-from fairpruner.models.observing import NotObservable, Read, mean_over_tokens
+from fairpruner.models.features import mean_over_tokens
 from fairpruner.models.precision import wide_dtype, widened
+from fairpruner.models.reads import NotObservable, Read
 from fairpruner.models.routing import RouterOutput
 from fairpruner.scoring.signals.base import Accumulator, Signal
 
@@ -36,7 +37,7 @@ class RunningSignal(NamedTuple):
 
 
 class GateInput(NamedTuple):
-    """What a weight read, as a tensor whose gradient comes through this weight alone."""
+    """What a weight read, as a tensor whose gradient flows through this weight alone."""
 
     read: Read
     tensor: Tensor
@@ -75,9 +76,8 @@ class Showing:
                 continue
             with torch.autocast(sample.device.type, enabled=False):
                 counted = {read: own[places[read][1]] for read, own in rows.items()}
-                activation = torch.cat(
-                    [read.by_unit(own, -1, len(own)) for read, own in counted.items() if len(own)]
-                )  # [P, J, F]
+                by_unit = [read.by_unit(own, -1, len(own)) for read, own in counted.items() if len(own)]
+                activation = torch.cat(by_unit)  # [P, J, F]
                 for pooled, signals in self._by_pooling(space):
                     shown, present = activation, sample
                     if pooled and texts:
@@ -118,7 +118,8 @@ class Showing:
     def _hand_over(
         self, read: Read, activation: Tensor, labels: Tensor | None, signals: Iterable[RunningSignal]
     ) -> None:
-        # The sum is quick and shows nearly every flaw; only if it is not finite are all values examined.
+        """Give samples [N, J, F] to signals, refused if a value is NaN or infinite."""
+        # The sum is quick to compute. All values are examined only if it is not finite.
         if not torch.isfinite(activation.sum()) and not torch.isfinite(activation).all():
             raise FairprunerError(
                 f"Space {read.space.name!r} has NaN or infinite activations in batch {self._batch.position}:"
@@ -139,8 +140,8 @@ def gate_terms(
 ) -> dict[str, Tensor]:
     """<activation, gradient> of every sample and unit, summed over all weights that read it: space -> [N, J].
 
-    The gradients are those of the mean loss; times `scale`, the number of samples that it is the mean of,
-    they are those of each sample's own loss.
+    The gradients are those of the mean loss over `scale` samples. Times `scale` they are the gradients of
+    each sample's loss.
     """
     terms: dict[str, Tensor] = {}
     expert_terms: dict[Read, list[Tensor]] = {}  # [rows, J] of every call of an expert
@@ -229,8 +230,9 @@ def _places(read: Read, outputs: Sequence[RouterOutput], batch: Batch, rows: int
 
 
 def _means(activation: Tensor, sample: Tensor, samples: int) -> tuple[Tensor, Tensor]:
-    """The mean over the rows of each sample that has some, and which samples these are: [P, J, F] ->
-    [n, J, F] and [n].
+    """The mean over the rows of each sample, [n, J, F], from rows [P, J, F] and the sample of each row, [P].
+
+    The second result, [n], names the samples that have rows.
     """
     counts = torch.bincount(sample, minlength=samples)
     wide = widened(activation)
@@ -241,7 +243,7 @@ def _means(activation: Tensor, sample: Tensor, samples: int) -> tuple[Tensor, Te
 
 @contextmanager
 def _naming_signal(signal: str, space: UnitSpace) -> Iterator[None]:
-    """Attribute a user signal's exception to that signal: it is raised inside the model's forward."""
+    """Attribute a user signal's exception to that signal; it is raised inside the model's forward pass."""
     try:
         yield
     except FairprunerError:

@@ -1,13 +1,11 @@
-"""Score: one forward and backward pass over the data gives the removal and protection numbers of every unit,
-for all signals together.
-"""
+"""Score: one pass over the data gives every unit its removal and protection numbers, for all signals."""
 
 from __future__ import annotations
 
 import itertools
 import statistics
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,10 +25,12 @@ from fairpruner.inputs.workers import naming_dead_workers
 from fairpruner.models.attention import plain_attention
 from fairpruner.models.calling import evaluating
 from fairpruner.models.devices import device_of_model
+from fairpruner.models.features import LastInput
 from fairpruner.models.fingerprint import check_same_model
-from fairpruner.models.observing import LastInput, NotObservable
+from fairpruner.models.reads import NotObservable
 from fairpruner.models.supported import check_has_numbers
-from fairpruner.scoring.calibration import Calibration, learning
+from fairpruner.scoring.calibration import Calibration
+from fairpruner.scoring.gradients import only_gradients_of
 from fairpruner.scoring.objective import Objective
 from fairpruner.scoring.processes import Processes
 from fairpruner.scoring.samples import RunningSignal
@@ -50,6 +50,7 @@ from fairpruner.terminal import progress
 # reach them with about 50,000 tokens (benchmarks/routing.py).
 STABLE: dict[Side, float] = {"removal": 0.9, "protection": 0.4}
 MORE = "Give more tokens, of all kinds of text that matter; 100,000 are a good start."
+CALLER = 4  # stacklevel of the code that called `score`, in a function that `score` calls
 
 Results = Mapping[Side, Mapping[str, Result]]  # side -> name of the selection -> its result
 
@@ -91,9 +92,35 @@ def score(
     check_has_numbers(model)
     # Loaders draw from the random state too, so reading the data is part of what is undone.
     with torch.inference_mode(False), torch.enable_grad(), evaluating(model):
-        spaces, results, samples, objective = _run(
-            model, data, spaces, asked=asked, loss=loss, groups=groups, seed=seed
+        device = device_of_model(model)
+        processes = Processes.current(device)
+        grouping = None if groups is None else _group(model, data, device, groups=groups, seed=seed)
+        first, batches = _with_first(read_batches(data, device, model))
+        spaces = _spaces(model, spaces, first)
+        objective = Objective.of(model, first, loss, seed)
+        wanted = {side: signals or (_default(side, objective),) for side, signals in asked.items()}
+        spaces, chosen, calibration = _prepared(
+            model, spaces, first, wanted=wanted, objective=objective, grouping=grouping
         )
+        classes = calibration.classes if groups is None else groups
+        running = {
+            side: _started(selections, Context(model, spaces, side, classes, seed))
+            for side, selections in chosen.items()
+        }
+        signals = [one for of_side in running.values() for one in of_side]
+        with (
+            objective.mode(model),
+            plain_attention(model),
+            only_gradients_of(model, calibration.weights),
+            progress("scoring", data) as advance,
+        ):
+            samples = _pass(calibration, processes.share(batches), signals, advance)
+        if processes.size > 1:
+            samples = sum(processes.gathered(samples))
+            for one in signals:
+                one.accumulator.join(processes)
+        with torch.autocast(device.type, enabled=False):
+            results = {side: _results(of_side) for side, of_side in running.items()}
     settings: dict[str, Any] = {
         "seed": seed,
         "groups": groups,
@@ -107,75 +134,58 @@ def score(
     return scores
 
 
-def _run(
-    model: nn.Module,
-    data: Iterable[Any],
-    spaces: Spaces | None,
-    *,
-    asked: Mapping[Side, tuple[ByKind, ...] | None],
-    loss: Loss | str | None,
-    groups: int | None,
-    seed: int,
-) -> tuple[Spaces, Results, int, Objective]:
-    """One pass over the data: the spaces scored, the result of every signal, the number of samples, and what
-    was differentiated.
-    """
-    device = device_of_model(model)
-    processes = Processes.current(device)
-    grouping = None if groups is None else _group(model, data, device, groups=groups, seed=seed)
-    batches = read_batches(data, device, model)
+def _with_first(batches: Iterator[Batch]) -> tuple[Batch, Iterator[Batch]]:
+    """The first batch, and all batches from the first on."""
     first = next(batches, None)
     if first is None:
         raise FairprunerError(
             "The data holds no samples: give a loader, or a list of batches, that yields at least one."
         )
-    spaces = _spaces(model, spaces, first)
-    objective = Objective.of(model, first, loss, seed)
-    wanted = {
-        side: signals or (default_signals(side, classes=objective.has_classes, drawn=objective.draws_labels),)
-        for side, signals in asked.items()
-    }
+    return first, itertools.chain([first], batches)
 
-    def prepare(spaces: Spaces) -> tuple[dict[Side, tuple[Selection, ...]], Calibration]:
+
+def _default(side: Side, objective: Objective) -> ByKind:
+    return default_signals(side, classes=objective.has_classes, drawn=objective.draws_labels)
+
+
+def _prepared(
+    model: nn.Module,
+    spaces: Spaces,
+    first: Batch,
+    *,
+    wanted: Mapping[Side, Sequence[ByKind]],
+    objective: Objective,
+    grouping: ClassGroups | None,
+) -> tuple[Spaces, dict[Side, tuple[Selection, ...]], Calibration]:
+    """The spaces that can be observed, as the first batch shows, with their signals and the calibration."""
+
+    def prepare(spaces: Spaces) -> tuple[dict[Side, tuple[Selection, ...]], Calibration, dict[str, str]]:
         chosen = {side: select_signals(side, signals, spaces) for side, signals in wanted.items()}
-        return chosen, Calibration(model, spaces, _distinct(chosen), objective=objective, grouping=grouping)
+        calibration = Calibration(model, spaces, _distinct(chosen), objective=objective, grouping=grouping)
+        with objective.mode(model), plain_attention(model):
+            return chosen, calibration, calibration.look(first)
 
-    chosen, calibration = prepare(spaces)
-    with objective.mode(model), plain_attention(model):
-        hidden = calibration.look(first)
-        if hidden:
-            spaces = _without_hidden(spaces, hidden)
-            chosen, calibration = prepare(spaces)
-            calibration.look(first)
-    classes = calibration.classes if groups is None else groups
-    running = {
-        side: [
-            one
-            for selection in selections
-            for one in _start(selection, Context(model, spaces, side, classes, seed))
-        ]
-        for side, selections in chosen.items()
-    }
-    signals = [one for of_side in running.values() for one in of_side]
+    chosen, calibration, hidden = prepare(spaces)
+    if hidden:
+        spaces = _without_hidden(spaces, hidden)
+        chosen, calibration, _ = prepare(spaces)
+    return spaces, chosen, calibration
+
+
+def _pass(
+    calibration: Calibration,
+    batches: Iterator[Batch],
+    signals: Sequence[RunningSignal],
+    advance: Callable[[int], None],
+) -> int:
+    """Show every batch to the signals; the number of samples."""
     samples = 0
-    shared = processes.share(itertools.chain([first], batches))
-    with (
-        objective.mode(model),
-        plain_attention(model),
-        learning(model, calibration.weights.values()),
-        progress("scoring", data) as advance,
-    ):
-        for half, batch in in_halves(shared) if calibration.needs_data else ():
+    if calibration.needs_data:
+        for half, batch in in_halves(batches):
             calibration.step(batch, half, signals)
             samples += batch.size
             advance(batch.size)
-    if processes.size > 1:
-        samples = sum(processes.gathered(samples))
-        for one in signals:
-            one.accumulator.join(processes)
-    with torch.autocast(device.type, enabled=False):
-        results = {side: _results(of_side) for side, of_side in running.items()}
-    return spaces, results, samples, objective
+    return samples
 
 
 def _without_hidden(spaces: Spaces, hidden: Mapping[str, str]) -> Spaces:
@@ -187,14 +197,15 @@ def _without_hidden(spaces: Spaces, hidden: Mapping[str, str]) -> Spaces:
     for reason in reasons:
         names = sorted(name for name in gone if gone[name] == reason)
         warnings.warn(
-            f"Left out of the scores: {', '.join(names)}. {reason}", FairprunerWarning, stacklevel=4
+            f"Left out of the scores: {', '.join(names)}. {reason}", FairprunerWarning, stacklevel=CALLER + 1
         )
     return spaces.without(gone)
 
 
 def _distinct(chosen: Mapping[Side, Sequence[Selection]]) -> list[Selection]:
-    """All selections. A removal and a protection signal may share a name only if they see no data, because
-    the scores of two halves of the data are stored under the name alone.
+    """The selections of both sides, refused if two that see data share a name.
+
+    The scores of the two halves of the data are stored under the name alone, without the side.
     """
     selections = [selection for of_side in chosen.values() for selection in of_side]
     names = [selection.name for selection in selections if any(signal.needs for signal in selection.signals)]
@@ -205,12 +216,15 @@ def _distinct(chosen: Mapping[Side, Sequence[Selection]]) -> list[Selection]:
     return selections
 
 
-def _start(selection: Selection, context: Context) -> Iterator[RunningSignal]:
-    """Start the signals of a selection, each on the spaces of its kinds."""
-    for signal in selection.signals:
-        kinds = selection.kinds_of(signal)
-        accumulator = signal.start(replace(context, spaces=context.spaces.only(kinds)))
-        yield RunningSignal(selection.name, signal, kinds, accumulator)
+def _started(selections: Sequence[Selection], context: Context) -> list[RunningSignal]:
+    """Start the signals of all selections, each on the spaces of its kinds."""
+    started = []
+    for selection in selections:
+        for signal in selection.signals:
+            kinds = selection.kinds_of(signal)
+            accumulator = signal.start(replace(context, spaces=context.spaces.only(kinds)))
+            started.append(RunningSignal(selection.name, signal, kinds, accumulator))
+    return started
 
 
 def _results(signals: Sequence[RunningSignal]) -> dict[str, Result]:
@@ -257,14 +271,15 @@ def _group(
 
 
 def _warn_of_noise(scores: Scores) -> None:
-    """Warn if two halves of the data rank the experts too differently: rarely used experts need many
-    tokens.
+    """Warn if two halves of the data rank the experts too differently.
+
+    Experts that are used rarely need many tokens.
     """
     if scores.samples == 1 and any(space.kind == "expert" for space in scores.spaces):
         warnings.warn(
             f"One sample cannot rank experts: no second one shows how far the ranks vary. {MORE}",
             FairprunerWarning,
-            stacklevel=3,
+            stacklevel=CALLER,
         )
     for (side, expected), signal in zip(STABLE.items(), scores.active, strict=True):
         halves = scores.halves.get(signal, {})
@@ -279,15 +294,18 @@ def _warn_of_noise(scores: Scores) -> None:
                 f" between two halves of them the ranks correlate by {found:.2f}, expected at least"
                 f" {expected}. {MORE}",
                 FairprunerWarning,
-                stacklevel=3,
+                stacklevel=CALLER,
             )
 
 
 def _scores(spaces: Spaces, results: Results, samples: int, settings: Mapping[str, Any]) -> Scores:
+    """The results of all signals as one value, with the settings of the call and of each signal."""
     values: dict[Side, dict[str, Mapping[str, Floats]]] = {
-        side: {name: r.scores for name, r in by_name.items()} for side, by_name in results.items()
+        side: {name: result.scores for name, result in of_side.items()} for side, of_side in results.items()
     }
-    several = {name: result for by_name in results.values() for name, result in by_name.items()}
-    halves = {name: result.halves for name, result in several.items() if result.halves}
-    made = {name: dict(result.settings) for name, result in several.items() if result.settings}
-    return Scores(spaces, values["removal"], values["protection"], samples, halves, {**settings, **made})
+    by_name = {name: result for of_side in results.values() for name, result in of_side.items()}
+    halves = {name: result.halves for name, result in by_name.items() if result.halves}
+    of_signals = {name: dict(result.settings) for name, result in by_name.items() if result.settings}
+    return Scores(
+        spaces, values["removal"], values["protection"], samples, halves, {**settings, **of_signals}
+    )

@@ -14,7 +14,7 @@ from torch import nn
 
 from fairpruner.models.calling import tensors_of
 from fairpruner.models.experts import ExpertBlock
-from fairpruner.models.observing import NotObservable
+from fairpruner.models.reads import NotObservable
 from fairpruner.models.routing.dense import DenseExperts
 from fairpruner.models.routing.fused import running_fused
 from fairpruner.models.routing.listed import ListedExperts, RecentTensors
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 
-def _refuse(problem: NotObservable) -> None:
+def _raise(problem: NotObservable) -> None:
     raise problem
 
 
@@ -48,11 +48,11 @@ def watching_experts(
     blocks: Sequence[ExpertBlock],
     visit: RouterVisitor,
     *,
-    on_problem: Callable[[NotObservable], None] = _refuse,
+    on_problem: Callable[[NotObservable], None] = _raise,
 ) -> Iterator[None]:
-    """Inside, with gradients enabled, every forward calls `visit` with what each block's router did.
+    """Inside, with gradients enabled, every forward pass calls `visit` with what each block's router did.
 
-    A block that combines its experts in an unknown way goes to `on_problem`, which raises by default.
+    `on_problem` is called for a block that combines its experts in an unknown way; by default it raises.
     """
     tensors: RouterTensors = {}
     fused: dict[Any, ExpertBlock] = {}
@@ -81,6 +81,8 @@ def watching_experts(
 
 
 def _keep_tensors(tensors: RouterTensors, block: ExpertBlock) -> Callable[[nn.Module, Any, Any], None]:
+    """A hook that keeps the router's tensors with one column for each expert."""
+
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         tensors[block.name] = [
             t.detach().reshape(-1, block.size)

@@ -1,4 +1,4 @@
-"""Fused experts that all see all tokens, as in Llama 4."""
+"""Fused experts that each compute all tokens, as in Llama 4."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ from fairpruner.models.routing.outputs import (
 
 
 class DenseExperts(TorchFunctionMode):
-    """Observes experts that compute batched products of all tokens, [E * T, H], which the router has
-    weighted before.
+    """Observes experts that compute batched products of all tokens, [E * T, H].
+
+    The router has multiplied these inputs by its weights before.
     """
 
     def __init__(self, block: ExpertBlock, tensors: RouterTensors, visit: RouterVisitor) -> None:
@@ -35,6 +36,7 @@ class DenseExperts(TorchFunctionMode):
         self._gate = torch.empty(0)
 
     def attach(self, stack: ExitStack, experts: nn.Module) -> None:
+        """Put hooks on the experts, until the stack closes."""
         self._weights = {id(parameter) for parameter in experts.parameters()}
         stack.callback(experts.register_forward_pre_hook(self._enter).remove)
         stack.callback(experts.register_forward_hook(self._leave).remove)
@@ -50,11 +52,9 @@ class DenseExperts(TorchFunctionMode):
             return function(*args, **(kwargs or {}))
         rows, weight = args
         if has_torch_function((rows,)):
-            rows = (
-                consumed(rows.transpose(0, 1).flatten(0, 1), weight.mT)
-                .unflatten(0, (-1, self._block.size))
-                .transpose(0, 1)
-            )  # [E, T, I]
+            in_token_order = rows.transpose(0, 1).flatten(0, 1)  # [T * E, I]
+            seen = consumed(in_token_order, weight.mT)
+            rows = seen.unflatten(0, (-1, self._block.size)).transpose(0, 1)  # [E, T, I]
         return gated(torch.bmm(rows, weight), self._gate)
 
     def _enter(self, experts: nn.Module, args: Any) -> None:

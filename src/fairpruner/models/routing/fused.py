@@ -1,6 +1,4 @@
-"""The fused experts of transformers, run by a function of this package that sees every pair of a token and
-an expert.
-"""
+"""The fused experts of transformers, run by our own function, which sees every pair of token and expert."""
 
 from __future__ import annotations
 
@@ -31,24 +29,21 @@ from fairpruner.models.transformers_private import apply_gate, experts_implement
 def running_fused(
     fused: Mapping[Any, ExpertBlock], tensors: RouterTensors, visit: RouterVisitor
 ) -> Iterator[None]:
-    """Inside, transformers calls our `run` for fused experts, with hidden states [T, H] and the chosen
-    experts and their router weights, [T, k] each.
+    """Inside, transformers calls our `run` for fused experts.
+
+    It gets hidden states [T, H], and the chosen experts and their router weights, [T, k] each.
     """
 
     def run(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         order = chosen.reshape(-1).argsort(stable=True)  # [P] pairs, those of one expert together
-        expert, token, weight = (
-            chosen.reshape(-1)[order],
-            order // chosen.shape[1],
-            weights.reshape(-1)[order],
-        )
+        expert, weight = chosen.reshape(-1)[order], weights.reshape(-1)[order]
+        token = order // chosen.shape[1]
         counts = torch.bincount(expert, minlength=len(experts.down_proj)).tolist()
         gate = new_gate(len(order), hidden)
-        up = gated(
-            _products(experts, "gate_up_proj" if experts.has_gate else "up_proj", hidden[token], counts), gate
-        )  # [P, I or 2 I]
+        first = "gate_up_proj" if experts.has_gate else "up_proj"
+        up = gated(_products(experts, first, hidden[token], counts), gate)  # [P, I or 2 I]
         inner = apply_gate(experts, up) if experts.has_gate else experts.act_fn(up)  # [P, I]
-        if has_torch_function((inner,)):  # observers see hidden units inside experts in the order of tokens
+        if has_torch_function((inner,)):  # show observers the hidden units, in the order of tokens
             down = experts.down_proj.mT if experts.is_transposed else experts.down_proj
             inner = consumed(inner[order.argsort()], down)[order]
         output = gated(_products(experts, "down_proj", inner, counts), gate)  # [P, H]
@@ -78,8 +73,9 @@ def running_fused(
 
 
 def _products(experts: Any, name: str, rows: Tensor, counts: Sequence[int]) -> Tensor:
-    """The experts' matrices applied to their rows, [P, in] -> [P, out]; the first `counts[0]` rows belong
-    to expert 0.
+    """The experts' matrices applied to their rows, [P, in] -> [P, out].
+
+    The first `counts[0]` rows belong to expert 0, the next `counts[1]` rows to expert 1, …
     """
     weights: Tensor = getattr(experts, name)  # [E, out, in], or the other way round
     biases = getattr(experts, f"{name}_bias") if experts.has_bias else [None] * len(weights)

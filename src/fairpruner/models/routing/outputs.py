@@ -40,8 +40,10 @@ class RouterOutput:
         return self.by_group(values, torch.zeros_like(self.token), 1)[0]
 
     def by_group(self, values: Tensor, group: Tensor, groups: int) -> Tensor:
-        """Values [P] summed over the pairs of each group and expert, [groups, E]; `group` [P] is the group
-        of each pair. The sums are on the CPU, because blocks may lie on several devices.
+        """Values [P] summed over the pairs of each group and expert, [groups, E].
+
+        `group` [P] is the group of each pair. The sums are on the CPU, because blocks may lie on several
+        devices.
         """
         sums = torch.zeros(groups * self.block.size, dtype=torch.float64)
         place = (group * self.block.size + self.expert).cpu()
@@ -91,22 +93,24 @@ def new_gate(rows: int, like: Tensor) -> Tensor:
 
 
 def gated(value: Tensor, gate: Tensor) -> Tensor:
+    """`Gated` with types."""
     output: Tensor = Gated.apply(value, gate)  # type: ignore[no-untyped-call]
     return output
 
 
 def loss_position_terms(outputs: Sequence[RouterOutput], losses: Tensor) -> list[Tensor]:
-    """For each output the sum over all tokens, [E], of the token's router weight times <gradient of the
-    token's own loss, weights of the expert>.
+    """For each output the sum over all tokens t of g_t <gradient of t's loss, weights of the expert>, [E].
 
-    `losses` [N, T] are those of the tokens. Texts do not mix, so one backward serves one position of all.
+    g_t is the router weight of the token t. `losses` [N, T] are the losses of the tokens. No text depends on
+    another, so one backward pass serves one position of all texts.
     """
     texts, length = losses.shape
     terms = [torch.zeros(output.block.size, dtype=torch.float64) for output in outputs]
+    # [N, T, E] each
     weights = [
         output.by_group(output.weight, output.token, output.tokens).view(texts, length, -1)
         for output in outputs
-    ]  # [N, T, E] each
+    ]
     for position in range(length):
         if losses[:, position].any():
             found = torch.autograd.grad(
@@ -119,12 +123,14 @@ def loss_position_terms(outputs: Sequence[RouterOutput], losses: Tensor) -> list
 
 
 def gates_of(outputs: Sequence[RouterOutput]) -> list[Tensor]:
+    """The gates of all outputs, in order."""
     return [gate for output in outputs for gate in output.gates]
 
 
 def slopes_of(outputs: Sequence[RouterOutput], gradients: Sequence[Tensor | None]) -> list[Tensor]:
-    """For each output its pairs' parts of <gradient, weights of the expert>, [P], from the gradients of all
-    gates.
+    """For each output, each pair's part of <gradient, weights of the expert>, [P].
+
+    `gradients` are those of all gates, in the order of `gates_of`.
     """
     slopes = [
         torch.zeros_like(gate) if gradient is None else gradient

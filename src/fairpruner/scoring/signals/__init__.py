@@ -1,6 +1,4 @@
-"""Signals: the ways to give every unit a removal number (small = remove first) or a protection number
-(large = protect).
-"""
+"""Signals give each unit a removal number (small = remove first) or a protection number (large = protect)."""
 
 from fairpruner.inputs.losses import TASKS
 from fairpruner.scoring.signals.base import (

@@ -39,29 +39,28 @@ class Context:
 
 @dataclass(frozen=True)
 class BatchInfo:
-    """The size of one batch in samples, or in predicted tokens for a language model, and the half of the
-    data (0 or 1) that the batch belongs to.
-    """
+    """The size of one batch, and the half of the data that it belongs to."""
 
-    samples: int
-    half: int
+    samples: int  # for a language model, predicted tokens
+    half: int  # 0 or 1
 
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """A signal's scores for each space, [J], those of two disjoint halves of the data, [2, J], and the
-    settings that they were made with.
-    """
+    """A signal's scores for each space, and how they were made."""
 
-    scores: Mapping[str, Floats]
-    halves: Mapping[str, Floats] = field(default_factory=dict)
+    scores: Mapping[str, Floats]  # [J]
+    halves: Mapping[str, Floats] = field(default_factory=dict)  # [2, J], of two disjoint halves of the data
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Accumulator:
-    """What one signal accumulates during one calibration pass; it overrides what its signal needs."""
+    """What one signal accumulates during one calibration pass.
 
-    # For texts, whether to show the mean over the real tokens of each; otherwise every token is a sample.
+    A subclass overrides the `see_` methods for the observations that its signal needs.
+    """
+
+    # Whether a text is one sample, the mean over its real tokens; otherwise every real token is a sample.
     pools_tokens: ClassVar[bool] = False
 
     def see_activation(self, space: UnitSpace, activation: Tensor, labels: Tensor | None) -> None:
@@ -77,8 +76,9 @@ class Accumulator:
         """A function (space, unit) -> the change of the mean loss when the unit is removed."""
 
     def see_routing(self, tallies: Mapping[str, Mapping[str, Tensor]], info: BatchInfo) -> None:
-        """Space of experts -> quantity -> its sum over the batch's tokens for each expert, [E]: how many
-        tokens selected it, with what router weight, …
+        """Space of experts -> quantity -> its sum over the batch's tokens for each expert, [E].
+
+        `RouterOutput.tally` lists the quantities, such as the number of tokens that selected an expert.
         """
 
     def join(self, processes: Processes) -> None:
@@ -90,9 +90,7 @@ class Accumulator:
 
 
 class Signal(ABC):
-    """A way to give each unit one number; `start` begins a new accumulation, so one signal serves many
-    passes.
-    """
+    """A way to give each unit one number; one signal can serve many calibration passes."""
 
     name: str
     kinds: ClassVar[frozenset[Kind]] = DENSE  # of spaces that it can score
@@ -100,7 +98,8 @@ class Signal(ABC):
     compares_classes: ClassVar[bool] = False  # labels must be class indices
 
     @abstractmethod
-    def start(self, context: Context) -> Accumulator: ...
+    def start(self, context: Context) -> Accumulator:
+        """A new accumulator, for one calibration pass."""
 
 
 Values = Floats | Tensor | Sequence[float]
@@ -142,11 +141,10 @@ class _WeightAccumulator(Accumulator):
 
 @dataclass(frozen=True)
 class ActivationSignal(Signal):
-    """A signal of the activations: a class built as `kind(space)` with `update(activation, labels)` and
-    `compute()`.
+    """A signal of the activations: `kind(space)` makes an object that accumulates one space.
 
-    The class may also have `halves()`, which returns the scores of two disjoint halves of the samples,
-    [2, J], and `join(processes)`.
+    The object has `update(activation, labels)` and `compute()`. It may also have `join(processes)`, and
+    `halves()`, which returns the scores of two disjoint halves of the samples, [2, J].
     """
 
     name: str
@@ -189,7 +187,7 @@ class _ActivationAccumulator(Accumulator):
 
 _registry: dict[Side, dict[str, Signal]] = {"removal": {}, "protection": {}}
 _built_in: set[tuple[Side, str]] = set()
-Own = TypeVar("Own", bound=Callable[..., Any])
+Definition = TypeVar("Definition", bound=Callable[..., Any])  # a user's function or class
 
 
 def built_in(side: Side, *signals: Signal) -> None:
@@ -204,9 +202,10 @@ def names(side: Side) -> tuple[str, ...]:
     return tuple(_registry[side])
 
 
-def removal_signal(name: str) -> Callable[[Own], Own]:
-    """Register your own removal signal (small = remove first): a function (space, model) -> J numbers, or
-    a class with `update` and `compute`.
+def removal_signal(name: str) -> Callable[[Definition], Definition]:
+    """Register your own removal signal (small = remove first).
+
+    It is a function (space, model) -> J numbers, or a class with `update` and `compute`.
 
     >>> @removal_signal("bias_size")
     ... def bias_size(space, model):
@@ -217,7 +216,7 @@ def removal_signal(name: str) -> Callable[[Own], Own]:
     return _decorator("removal", name)
 
 
-def protection_signal(name: str) -> Callable[[Own], Own]:
+def protection_signal(name: str) -> Callable[[Definition], Definition]:
     """Register your own protection signal (large = protect), written like a removal signal.
 
     >>> @protection_signal("largest")
@@ -235,15 +234,14 @@ def protection_signal(name: str) -> Callable[[Own], Own]:
     return _decorator("protection", name)
 
 
-def _decorator(side: Side, name: str) -> Callable[[Own], Own]:
+def _decorator(side: Side, name: str) -> Callable[[Definition], Definition]:
     if (side, name) in _built_in:
         raise FairprunerError(f"The {side} signal {name!r} is built in: register yours under another name.")
 
-    def register(own: Own) -> Own:
-        _registry[side][name] = (
-            ActivationSignal(name, own) if isinstance(own, type) else WeightSignal(name, own)
-        )
-        return own
+    def register(definition: Definition) -> Definition:
+        kind = ActivationSignal if isinstance(definition, type) else WeightSignal
+        _registry[side][name] = kind(name, definition)
+        return definition
 
     return register
 

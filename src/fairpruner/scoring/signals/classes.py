@@ -1,5 +1,6 @@
-"""Grouping classes: K-means on the classes' mean features, so that many classes are compared as a few groups
-(the paper's grouped U-Score).
+"""Grouping classes for the paper's grouped U-Score, which compares a few groups instead of many classes.
+
+The groups are the clusters that K-means finds among the classes' mean features.
 """
 
 from __future__ import annotations
@@ -37,9 +38,7 @@ class ClassGroups:
 
 
 def group_classes(batches: Iterable[tuple[Tensor, Tensor]], groups: int, seed: int) -> ClassGroups:
-    """Cluster the classes by their mean features, from batches of penultimate features [N, D] and labels
-    [N].
-    """
+    """Cluster the classes by their mean features; a batch is penultimate features [N, D] and labels [N]."""
     sums: dict[int, Floats] = {}
     counts: dict[int, int] = {}
     for features, labels in batches:
@@ -63,8 +62,8 @@ def group_classes(batches: Iterable[tuple[Tensor, Tensor]], groups: int, seed: i
 def kmeans(points: Floats, groups: int, seed: int) -> Ints:
     """The cluster of each point, [K, D] -> [K]: Lloyd's iterations from a k-means++ start.
 
-    No cluster is empty. `scipy.cluster.vq.kmeans2` may leave some empty, so that fewer groups than asked
-    for would be compared.
+    No cluster is empty. `scipy.cluster.vq.kmeans2` may leave clusters empty, and fewer groups than the
+    caller asked for would be compared.
 
     >>> kmeans(np.array([[0.0], [10.0], [0.1], [10.2]]), 2, seed=0).tolist() in ([0, 1, 0, 1], [1, 0, 1, 0])
     True
@@ -81,6 +80,7 @@ def kmeans(points: Floats, groups: int, seed: int) -> Ints:
         distances = _distances(points, centres)
         updated = distances.argmin(1)
         for empty in np.setdiff1d(np.arange(groups), updated):
+            # An empty cluster takes the farthest point of the clusters with several points.
             crowded = np.bincount(updated, minlength=groups)[updated] > 1
             updated[np.where(crowded, distances[np.arange(len(points)), updated], -1).argmax()] = empty
         if np.array_equal(updated, labels):

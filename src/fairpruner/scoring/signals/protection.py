@@ -57,9 +57,7 @@ def absolute(means: Mapping[str, Floats]) -> Result:
 
 @dataclass(frozen=True)
 class Taylor(Signal):
-    """The paper's R-Score (Algorithm 2): |mean over samples of <gradient, weights>|, over all parameters
-    that the unit owns.
-    """
+    """The paper's R-Score (Algorithm 2): |mean over samples of <gradient, weights>| of what a unit owns."""
 
     name: str = "taylor"
     needs: ClassVar[frozenset[Observation]] = frozenset({"gradients"})
@@ -69,7 +67,7 @@ class Taylor(Signal):
 
 
 class _Crossing(NamedTuple):
-    """Elements of one tensor that a unit owns through both dims; they must count once, not twice."""
+    """Elements of one tensor that a unit owns along dim 0 and along dim 1; they must count once."""
 
     tensor: str
     rows: Ints  # [n] indices along dim 0
@@ -98,7 +96,7 @@ class _TaylorAccumulator(Accumulator):
             gradient, weight = (widened(t.detach()) for t in (gradients[tensor], self._parameters[tensor]))
             product = gradient * weight
             for dim in dims:
-                # The gradient is that of the mean loss: times the samples, it is the sum over them.
+                # The gradient of the mean loss times the number of samples is the sum over the samples.
                 self._means.add((tensor, dim), _sums_along(product, dim) * info.samples, info)
             for space, crossing in crossings:
                 if crossing.tensor == tensor:
@@ -129,7 +127,7 @@ class _TaylorAccumulator(Accumulator):
 
 
 def _sums_along(product: Tensor, dim: int) -> Tensor:
-    """The sum over all other dims, [size]; summing one dim after the other is quicker than all at once."""
+    """The sum over all dims but one, [size]; two sums of flattened dims are quicker than one of many."""
     if dim:
         product = product.flatten(0, dim - 1).sum(0)
     return product.flatten(1).sum(1) if product.ndim > 1 else product
@@ -142,6 +140,7 @@ def _by_owner(means: Floats, owner: Ints, size: int) -> Floats:
 
 
 def _crossings(space: UnitSpace) -> list[_Crossing]:
+    """For each tensor that units own along both dims, the elements where a unit meets itself."""
     owners: dict[str, dict[int, Ints]] = {}
     for part in space.slices:
         owners.setdefault(part.tensor, {})[part.dim] = part.owner
@@ -157,8 +156,8 @@ def _crossings(space: UnitSpace) -> list[_Crossing]:
 class Taylor2(Signal):
     """The loss change without a unit to second order: |-mean c + mean c² / 2|.
 
-    c is a sample's <gradient, activation> at what consumers read: to first order, setting the unit to zero
-    changes that sample's loss by -c. The curvature c² is the Gauss-Newton (empirical Fisher) one.
+    c is a sample's <gradient, activation> where consumers read the unit: to first order, setting the unit to
+    zero changes that sample's loss by -c. c² is the curvature of Gauss-Newton (the empirical Fisher).
     """
 
     name: str = "taylor2"
@@ -187,9 +186,7 @@ class _Taylor2Accumulator(Accumulator):
 
 @dataclass(frozen=True)
 class Deletion(Signal):
-    """The exact change of the mean loss when each unit alone is removed: one forward for every unit and
-    batch.
-    """
+    """The exact change of the mean loss when one unit is removed; a forward pass for each unit and batch."""
 
     name: str = "deletion"
     kinds: ClassVar[frozenset[Kind]] = frozenset(KINDS)

@@ -35,12 +35,10 @@ _threads = ThreadPoolExecutor(thread_name_prefix="fairpruner-sort")  # started w
 
 
 class Steps(NamedTuple):
-    """Step functions with cells of equal width: the quantiles of all samples, of the even and of the odd
-    ones, each [C, cells].
-    """
+    """Quantiles as step functions with cells of equal width, each [C, cells]."""
 
-    whole: Tensor
-    even: Tensor
+    whole: Tensor  # of all samples
+    even: Tensor  # of samples 0, 2, 4, …
     odd: Tensor
 
 
@@ -129,9 +127,10 @@ class ClassQuantiles:
 
     def steps(self, columns: slice) -> Steps:
         """The quantiles of some columns: exact while all samples are kept."""
+        # [c, n] each, even and odd samples
         recent = [
             _columns(self._recent[parity, :count, columns]) for parity, count in enumerate(self._counts)
-        ]  # [c, n] each
+        ]
         if not self._merged:
             return Steps(sort_(torch.cat(recent, 1)), sort_(recent[0]), sort_(recent[1]))
         blocks = [
@@ -141,7 +140,8 @@ class ClassQuantiles:
             blocks.append((self._top[columns] / self._top_count, self._top_count * 2.0**LEVELS))
         values = [
             torch.cat([recent[parity], *(block[:, parity] for block, _ in blocks)], 1) for parity in (0, 1)
-        ]  # [c, n] each
+        ]
+        # [n] each: how many samples a value stands for
         weights = [
             np.repeat([1.0, *(weight for _, weight in blocks)], [count, *[self._half] * len(blocks)])
             for count in self._counts
@@ -160,7 +160,7 @@ def quantile_cells(values: Tensor, weights: Floats, cells: int) -> Tensor:
     >>> quantile_cells(torch.tensor([[3.0, 1.0]]), np.array([3.0, 1.0]), 2)
     tensor([[2., 3.]])
     """
-    centre = values.mean(1, keepdim=True)  # taken out, so that the integral loses no digits to a large mean
+    centre = values.mean(1, keepdim=True)  # subtracted, because a large mean would cost digits below
     ordered, order = (values - centre).sort(1)
     weight = torch.from_numpy(weights).to(values)[order]  # [C, n]
     shares = weight.cumsum(1)
@@ -179,8 +179,9 @@ def _columns(rows: Tensor) -> Tensor:
 
 
 def sort_(rows: Tensor) -> Tensor:
-    """Sort the last dimension in place. On the CPU numpy's vectorised sort is many times faster than torch's,
-    and it lets us choose the threads.
+    """Sort the last dimension, on the CPU in place.
+
+    On the CPU numpy's vectorised sort is many times faster than torch's, and we choose its threads.
     """
     if rows.device.type != "cpu":
         return rows.sort(-1).values

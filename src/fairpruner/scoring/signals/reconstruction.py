@@ -1,5 +1,6 @@
-"""The removal signal that knows about repair: the order in which units can be removed with the least error if
-the kept units compensate (Optimal Brain Surgeon, applied to units).
+"""The removal signal `reconstruction`: Optimal Brain Surgeon, applied to units.
+
+It orders units by the error that is left if the kept units compensate for the removed ones, as repair does.
 
 **The error of one removal.** Let C be the covariance of what consumers read and W the weights that read it.
 Without unit j, the best weights of the others are W_k - A_kj A_jj^-1 W_j with A = C^-1, and the squared error
@@ -35,15 +36,15 @@ from fairpruner.core.arrays import Floats
 from fairpruner.core.costs import predict
 from fairpruner.core.spaces import Spaces
 from fairpruner.core.units import UnitSpace
-from fairpruner.models.observing import positions_of
 from fairpruner.models.precision import widened
+from fairpruner.models.reads import positions_of
 from fairpruner.scoring.processes import Processes
 from fairpruner.scoring.signals.base import Accumulator, Context, Observation, Result, Signal
 
-# The share of the mean variance that is added to every variance, so that redundant units leave the covariance
-# invertible.
+# This share of the mean variance is added to every variance. Without it, redundant units would make the
+# covariance singular.
 DAMPING = 1e-6
-MOST_RAISES = 16  # of the damping, tenfold each; a covariance that is not finite stays so and is reported
+MOST_RAISES = 16  # of the damping, tenfold each; only a covariance that is not finite needs more
 BLOCK_ROWS = 64  # rows that are removed between two updates of the matrices
 
 
@@ -52,9 +53,9 @@ class Reconstruction(Signal):
     """Greedy removal by the least squares error of what consumers compute, if the kept units compensate.
 
     A unit's score is the error summed up to its removal, divided by the FLOPs that one unit of the space
-    costs. So sorting within a space gives the greedy order, and the rule `global`, which compares spaces,
-    spends FLOPs where they count. With `halves` the scores of two halves of the data are computed, too, at
-    three times the cost.
+    costs. Sorting within a space gives the greedy order. The rule `global`, which compares spaces, removes
+    units where an error saves the most FLOPs. With `halves` the scores of two halves of the data are
+    computed, too, at three times the cost.
     """
 
     name: str = "reconstruction"
@@ -160,8 +161,9 @@ def reading_gram(space: UnitSpace, model: nn.Module, width: int) -> Tensor:
 
 
 def greedy_errors(covariance: Floats | Tensor, weights: Floats | Tensor, units: int) -> Floats:
-    """The error of the consumers' outputs, summed up to the removal of each unit in the greedy order, [J],
-    from C and G = W W', [J D, J D] each.
+    """The error of the consumers' outputs, summed up to the removal of each unit in the greedy order, [J].
+
+    `covariance` is C and `weights` is G = W W', [J D, J D] each.
 
     >>> greedy_errors(np.array([[2.0, 1.0], [1.0, 2.0]]), np.ones((2, 2)), 2).round(4).tolist()
     [1.5, 6.0]
@@ -170,13 +172,14 @@ def greedy_errors(covariance: Floats | Tensor, weights: Floats | Tensor, units: 
     scores, total = np.zeros(units), 0.0
     while remaining.units:
         unit, error = remaining.remove_next()
-        # Equal errors are told apart by the last bit, so that sorting the scores gives the order.
+        # A removal without error still raises the total by its last bit, so that sorting gives the order.
         total = max(total + max(error, 0.0), float(np.nextafter(total, np.inf)))
         scores[unit] = total
     return scores
 
 
 def _damped_inverse(covariance: Tensor) -> Tensor:
+    """The inverse covariance, with as little damping as makes it positive definite."""
     variance = float(covariance.diagonal().mean())
     damping = DAMPING * (variance if variance > 0 else 1.0)
     damped = covariance.clone()
@@ -185,7 +188,7 @@ def _damped_inverse(covariance: Tensor) -> Tensor:
         factor, failed = torch.linalg.cholesky_ex(damped)
         if not int(failed):
             break
-        # Rounding left the covariance of redundant or constant units indefinite: it takes more damping.
+        # Rounding made the covariance of redundant or constant units indefinite.
         damping *= 10
     return torch.cholesky_inverse(factor, out=damped)  # over the old one, since wide spaces take gigabytes
 
@@ -205,9 +208,8 @@ class _Remaining:
         self._alive = torch.ones(rows // self._width, dtype=torch.bool)
         self._diagonal = _diagonal_blocks(self._inverse, self._width)  # [units, D, D], of A
         self._weight = _diagonal_blocks(self._gram, self._width)  # of G
-        self._scaled, self._gains, self._carried = (
-            self._inverse.new_zeros(rows, capacity) for _ in range(3)
-        )  # U, g and h of the removals since the last update
+        # U, g and h of the removals since the last update, of which the first `_used` columns are filled
+        self._scaled, self._gains, self._carried = (self._inverse.new_zeros(rows, capacity) for _ in range(3))
         self._used = 0
 
     @property
@@ -220,7 +222,7 @@ class _Remaining:
         position = int(errors.argmin())
         self._alive[position] = False
         self._eliminate(slice(position * self._width, (position + 1) * self._width))
-        self._diagonal[position] = torch.eye(self._width)  # zero by now, and inverted with the others
+        self._diagonal[position] = torch.eye(self._width)  # zero after the removal; `_errors` inverts it
         unit = int(self._names[position])
         if self._used + self._width > self._gains.shape[1]:
             self._update()
@@ -234,6 +236,7 @@ class _Remaining:
         return (inverses * self._weight.mT).sum((1, 2))
 
     def _eliminate(self, gone: slice) -> None:
+        """Update the diagonals of A and G for the removal of the rows `gone`, and keep its U, g and h."""
         used = self._used
         scaled, gains, carried = (t[:, :used] for t in (self._scaled, self._gains, self._carried))
         column = self._inverse[:, gone] - scaled @ scaled[gone].T  # A_:j as it is now, [R, D]

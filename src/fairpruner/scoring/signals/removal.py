@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from fairpruner.core.arrays import Floats, Ints
 from fairpruner.core.units import KINDS, Kind, UnitSpace
 from fairpruner.errors import FairprunerError
-from fairpruner.models.observing import positions_of
 from fairpruner.models.precision import wide_dtype
+from fairpruner.models.reads import positions_of
 from fairpruner.scoring.processes import Processes
 from fairpruner.scoring.signals.base import (
     Accumulator,
@@ -30,7 +30,7 @@ GRAM_COLUMNS = 4096  # weights of a unit that are compared at once, which bounds
 
 
 def written(space: UnitSpace, model: nn.Module) -> Iterator[tuple[Tensor, Ints]]:
-    """The weights that compute the units: for each tensor its rows, [indices, R], and the owner of each."""
+    """The weights that compute the units: for each tensor its rows, [indices, R], and the unit of each."""
     tensors = {
         **dict(model.named_buffers(remove_duplicate=False)),
         **dict(model.named_parameters(remove_duplicate=False)),
@@ -38,7 +38,7 @@ def written(space: UnitSpace, model: nn.Module) -> Iterator[tuple[Tensor, Ints]]
     listed = {part: model.get_submodule(part.tensor) for part in space.slices if part.tensor not in tensors}
     for part, experts in listed.items():
         for same in zip(*(expert.parameters() for expert in experts.children()), strict=True):
-            if same[0].ndim > 1:  # a bias is no matrix, as elsewhere
+            if same[0].ndim > 1:  # biases are left out, as for units that are no experts
                 yield torch.stack([matrix.detach().flatten() for matrix in same]), part.owner
     parts = space.slices_of("write")
     if not parts and not listed:
@@ -133,14 +133,11 @@ class _RandomAccumulator(Accumulator):
 
     def result(self) -> Result:
         context = self._context
-        return Result(
-            {
-                space.name: np.random.default_rng(_seed(context.seed, context.side, space.name)).random(
-                    space.size
-                )
-                for space in context.spaces
-            }
-        )
+        scores = {}
+        for space in context.spaces:
+            generator = np.random.default_rng(_seed(context.seed, context.side, space.name))
+            scores[space.name] = generator.random(space.size)
+        return Result(scores)
 
 
 def _seed(*parts: object) -> int:

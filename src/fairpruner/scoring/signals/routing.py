@@ -65,9 +65,10 @@ class _ShareAccumulator(Accumulator):
         )
 
     def _of(self, space: str, size: int) -> Floats:
+        # [1 or 3, E] each; the number of tokens is one for all experts, [1 or 3, 1]
         amount, per = (
             self._means.of((space, quantity), size) for quantity in (self._signal.amount, self._signal.per)
-        )  # [1 or 3, E or 1]
+        )
         return np.divide(amount, per, out=np.zeros_like(amount), where=per > 0)
 
 
@@ -79,8 +80,9 @@ REAP = RoutingShare("reap", "output", "selected")
 
 @dataclass(frozen=True)
 class RoutedTaylor(Signal):
-    """The paper's routing-weighted R-Score: |mean over tokens of g <gradient, weights of the expert>|,
-    where g is the router weight of the token that uses the expert.
+    """The paper's routing-weighted R-Score: |mean over tokens of g <gradient, weights of the expert>|.
+
+    g is the router weight of the token that uses the expert.
     """
 
     name: str = "routed_taylor"
@@ -94,8 +96,9 @@ class RoutedTaylor(Signal):
 
 @dataclass(frozen=True)
 class RoutedTaylorExact(RoutedTaylor):
-    """The paper's equation to the letter: g is the router weight of the token whose loss it is. It takes a
-    backward pass for every position of a text.
+    """The paper's equation as written: g is the router weight of the token whose loss is differentiated.
+
+    It takes a backward pass for every position of a text.
     """
 
     name: str = "routed_taylor_exact"

@@ -10,7 +10,7 @@ from fairpruner.core.units import KINDS, Kind
 from fairpruner.errors import FairprunerError, unknown
 from fairpruner.scoring.signals.base import Side, Signal, named
 
-One = str | Signal | Mapping[str, "str | Signal"]
+One = str | Signal | Mapping[str, "str | Signal"]  # as a caller may write one signal
 Asked = One | Sequence[One]
 ByKind = Mapping[Kind, Signal]
 
@@ -52,17 +52,18 @@ def parse_signals(side: Side, asked: Asked | None) -> tuple[ByKind, ...] | None:
         return None
     several = (asked,) if isinstance(asked, (str, Signal, Mapping)) else tuple(asked)
     if not several:
-        raise FairprunerError(f"The {side} signals are [], expected at least one.")
+        raise FairprunerError(f"{side}= is empty, expected at least one signal.")
     return tuple(_by_kind(side, one) for one in several)
 
 
 def default_signals(side: Side, *, classes: bool, drawn: bool) -> ByKind:
-    """The default signal for each kind: `classes` says whether samples have classes to compare, and `drawn`
-    whether labels are drawn from the model's own predictions.
+    """The default signal for each kind of space.
+
+    `classes`: samples have classes to compare. `drawn`: labels are drawn from the model's own predictions.
     """
     instead = {
         **({} if classes else {"wasserstein": "activation"}),
-        # The mean gradient for drawn labels is zero in expectation; the second order is not.
+        # With drawn labels the first-order term is zero in expectation; the second-order term is not.
         **({"taylor": "taylor2"} if drawn else {}),
     }
     found: ByKind = {kind: named(side, instead.get(name, name)) for kind, name in DEFAULTS[side].items()}
@@ -82,6 +83,7 @@ def select_signals(side: Side, wanted: Sequence[ByKind], spaces: Spaces) -> tupl
 
 
 def _by_kind(side: Side, one: One) -> ByKind:
+    """One signal as the caller wrote it, as a signal for each kind that it can score."""
     if isinstance(one, str):
         one = dict(part.partition("=")[::2] for part in one.split("+")) if "=" in one else named(side, one)
     if isinstance(one, Signal):
@@ -101,24 +103,17 @@ def _by_kind(side: Side, one: One) -> ByKind:
 
 
 def _selection(side: Side, by_kind: ByKind, kinds: Sequence[Kind]) -> Selection:
+    """The signals of these kinds, under one name."""
     missing = [kind for kind in kinds if kind not in by_kind]
     if missing:
         signal = next(iter(by_kind.values()))
-        raise (
-            _cannot(side, signal, missing)
-            if len({*by_kind.values()}) == 1 and missing[0] not in signal.kinds
-            else _forgotten(side, by_kind, missing)
-        )
+        if len({*by_kind.values()}) == 1 and missing[0] not in signal.kinds:
+            raise _cannot(side, signal, missing)
+        raise _forgotten(side, by_kind, missing)
     chosen = {kind: by_kind[kind] for kind in kinds}
-    signals = {signal.name for signal in chosen.values()}
-    return Selection(
-        (
-            signals.pop()
-            if len(signals) == 1
-            else "+".join(f"{kind}={signal.name}" for kind, signal in chosen.items())
-        ),
-        chosen,
-    )
+    names = list(dict.fromkeys(signal.name for signal in chosen.values()))
+    several = "+".join(f"{kind}={signal.name}" for kind, signal in chosen.items())
+    return Selection(names[0] if len(names) == 1 else several, chosen)
 
 
 def _cannot(side: Side, signal: Signal, kinds: Sequence[Kind]) -> FairprunerError:

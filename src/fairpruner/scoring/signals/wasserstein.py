@@ -1,8 +1,8 @@
-"""The paper's U-Score (Algorithm 1): the largest (sliced) Wasserstein-1 distance between two classes of a
-unit's output.
+"""The paper's U-Score (Algorithm 1): the largest Wasserstein-1 distance between two classes' unit outputs.
 
 On a common grid of quantiles, the W1 distance of two classes is the L1 distance of their quantile vectors.
-So is the sliced one, over all directions at once. The score is the L1 diameter of K points.
+The sliced distance is a mean over directions, so it is the L1 distance of the vectors of all directions in
+one. The score is then the L1 diameter of K points, one for each class.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ FEW_POINTS = 16  # below this, plain differences are quicker than cdist
 
 @dataclass(frozen=True)
 class Wasserstein(Signal):
-    """The largest W1 distance between two classes of a unit's output: sliced over random directions in R^F,
-    exact if F = 1.
+    """The largest W1 distance between two classes of a unit's output.
+
+    An output with F > 1 features is compared along random directions in R^F (sliced Wasserstein).
     """
 
     projections: int = 32
@@ -109,16 +110,14 @@ class _WassersteinAccumulator(Accumulator):
         order = np.argsort(present, kind="stable")
         found, starts = np.unique(present[order], return_index=True)
         classes = self._classes[space.name]
-        for label, own in zip(
-            found.tolist(),
-            torch.from_numpy(order).to(rows.device).tensor_split(starts[1:].tolist()),
-            strict=True,
-        ):
+        by_class = torch.from_numpy(order).to(rows.device).tensor_split(starts[1:].tolist())
+        for label, own in zip(found.tolist(), by_class, strict=True):
             if label not in classes:
                 classes[label] = ClassQuantiles(rows.shape[1], self._kept, rows)
             classes[label].extend(rows, own)
 
     def _directions_for(self, space: UnitSpace, values: Tensor) -> Tensor:
+        """The directions of a space, [F, P], drawn at its first batch."""
         features = values.shape[2]
         known = self._directions.get(space.name)
         if known is None or (len(known) != features and isinstance(self._signal, WassersteinPooled)):
@@ -141,13 +140,10 @@ class _WassersteinAccumulator(Accumulator):
             )
             for label, columns, dtype in sorted({entry for entries in known for entry in entries}):
                 if label not in classes:
-                    classes[label] = ClassQuantiles(
-                        columns,
-                        self._kept,
-                        torch.empty(
-                            0, dtype=getattr(torch, dtype.removeprefix("torch.")), device=self._device
-                        ),
+                    like = torch.empty(
+                        0, dtype=getattr(torch, dtype.removeprefix("torch.")), device=self._device
                     )
+                    classes[label] = ClassQuantiles(columns, self._kept, like)
                 classes[label].join(processes)
             self._classes[name] = dict(sorted(classes.items()))
 
@@ -168,8 +164,9 @@ class _WassersteinAccumulator(Accumulator):
 
 
 def _diameters(classes: Sequence[ClassQuantiles], units: int, projections: int) -> list[Floats]:
-    """The largest W1 over pairs of classes for each unit, [J]: of all samples, of the even and of the odd
-    ones, if at least 2 classes have some.
+    """The largest W1 over pairs of classes for each unit, [J]: of all, the even and the odd samples.
+
+    The even or the odd ones are missing from the list if fewer than 2 classes have such samples.
     """
     cells = np.array([one.cells for one in classes])  # [K, 3]
     parts = [part for part in range(3) if np.count_nonzero(cells[:, part]) > 1]
@@ -186,27 +183,29 @@ def _diameters(classes: Sequence[ClassQuantiles], units: int, projections: int) 
 
 
 def grid(cells: Ints) -> Floats:
-    """The right edges, [G], of the coarsest cells on which all step functions with these numbers of equal
-    cells are constant.
+    """The right edges, [G], of a grid on which step functions with these numbers of equal cells are constant.
+
+    >>> grid(np.array([2, 4])).tolist()
+    [0.25, 0.5, 0.75, 1.0]
     """
-    # Equal fractions are equal in float64 too, because division rounds correctly.
+    # Division rounds correctly, so equal fractions are equal in float64 too.
     return np.unique(np.concatenate([np.arange(1, n + 1) / n for n in np.unique(cells)]))
 
 
 def quantile_points(steps: Sequence[Tensor], projections: int) -> Tensor:
-    """The classes as points [J, K, P * G] whose L1 distances are sums of W1 over the projections, from the
-    quantiles of each class, [J * P, cells].
+    """The classes as points [J, K, P * G], from the quantiles of each class, [J * P, cells].
+
+    The L1 distance of two points is the sum of the W1 distances over the projections.
     """
     edges = grid(np.array([step.shape[1] for step in steps]))
     widths = np.diff(edges, prepend=0.0)
     middles = edges - widths / 2
-    spread = [
-        step if step.shape[1] == len(edges) else step[:, (middles * step.shape[1]).astype(np.int64)]
-        for step in steps
-    ]  # [J * P, G] each
-    points = torch.stack(
-        [step.reshape(-1, projections, len(edges)) for step in spread], dim=1
-    )  # [J, K, P, G]
+    on_grid = []  # [J, P, G] each
+    for step in steps:
+        if step.shape[1] != len(edges):
+            step = step[:, (middles * step.shape[1]).astype(np.int64)]
+        on_grid.append(step.reshape(-1, projections, len(edges)))
+    points = torch.stack(on_grid, dim=1)  # [J, K, P, G]
     points *= torch.from_numpy(widths).to(points)
     return points.flatten(2)
 
@@ -221,15 +220,13 @@ def diameter(points: Tensor) -> Tensor:
 
 
 def _by_signs(points: Tensor) -> Tensor:
-    """Few dimensions: an L1 distance is the largest of 2^(D-1) signed sums of differences, so the extremes
-    of each signed sum are enough.
+    """Few dimensions: compare only the extremes of each signed sum of coordinates.
+
+    The L1 distance of two points is the largest difference of their 2^(D-1) signed sums.
     """
     size = points.shape[2]
-    bits = (
-        torch.arange(2 ** (size - 1), device=points.device)
-        >> torch.arange(size, device=points.device)[:, None]
-        & 1
-    )
+    choices = torch.arange(2 ** (size - 1), device=points.device)
+    bits = choices >> torch.arange(size, device=points.device)[:, None] & 1  # [D, signs]
     sums = points @ (1 - 2 * bits).to(points)  # [J, K, signs]
     return (sums.amax(1) - sums.amin(1)).amax(1)
 

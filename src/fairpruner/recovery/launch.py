@@ -1,0 +1,70 @@
+"""How this process was launched: its accelerator, the devices of its models, and sums over all processes."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fairpruner.errors import FairprunerError, import_extra
+from fairpruner.models.devices import devices_of_model
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+SHARDED = ("FSDP", "DEEPSPEED", "MEGATRON_LM")  # ways to launch in which no process holds the whole model
+
+
+def accelerator_of_launch() -> Accelerator:
+    """The accelerator of this launch.
+
+    Raises unless accelerate joined all launched processes; otherwise each would train alone.
+    """
+    launched = (
+        dist.get_world_size()
+        if dist.is_available() and dist.is_initialized()
+        else int(os.environ.get("WORLD_SIZE", "1"))
+    )
+    accelerate = import_extra("accelerate", "train", "Recovery")
+    on_cpu = launched > 1 and not torch.accelerator.is_available()
+    accelerator: Accelerator = accelerate.Accelerator(cpu=on_cpu)
+    if accelerator.num_processes != launched:
+        raise FairprunerError(
+            f"{launched} processes were launched, but accelerate joined {accelerator.num_processes}: set"
+            " ACCELERATE_USE_CPU=true to train on the CPU, and create no Accelerator before recover."
+        )
+    if accelerator.distributed_type.value in SHARDED:
+        raise FairprunerError(
+            f"recover was launched with {accelerator.distributed_type.value}, expected one process or"
+            " data-parallel processes: launch it with torchrun or accelerate without sharding."
+        )
+    return accelerator
+
+
+def is_spread(model: nn.Module) -> bool:
+    """Whether the model lies on several devices."""
+    return len(devices_of_model(model)) > 1
+
+
+def placed(model: nn.Module, accelerator: Accelerator) -> nn.Module:
+    """The model moved to the device of this process; a model on several devices is not moved."""
+    if not is_spread(model):
+        return model.to(accelerator.device)
+    if accelerator.num_processes > 1:
+        raise FairprunerError(
+            f"{type(model).__name__} is spread over {len(devices_of_model(model))} devices, and"
+            f" {accelerator.num_processes} processes were launched: recover it in one process."
+        )
+    return model
+
+
+def summed(accelerator: Accelerator, *numbers: float) -> list[float]:
+    """Each number summed over all processes."""
+    if accelerator.num_processes == 1:
+        return list(numbers)
+    mine = torch.tensor(numbers, dtype=torch.float64, device=accelerator.device)
+    total: list[float] = accelerator.reduce(mine, "sum").tolist()
+    return total

@@ -1,0 +1,46 @@
+"""Gradients that leave no trace in the model: no `.grad` and no changed `requires_grad`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from fairpruner.errors import FairprunerError
+from fairpruner.inputs.batches import Batch
+
+
+@contextmanager
+def only_gradients_of(model: nn.Module, weights: Collection[nn.Parameter]) -> Iterator[None]:
+    """Inside, only these weights require gradients, which saves the memory for the others."""
+    if any(parameter.is_inference() for parameter in model.parameters()):
+        raise FairprunerError(
+            f"The {type(model).__name__} was made under torch.inference_mode, so it cannot have gradients:"
+            " make it outside, or give copy.deepcopy(model)."
+        )
+    wanted = {id(weight) for weight in weights}
+    changed = [
+        parameter for parameter in model.parameters() if parameter.requires_grad != (id(parameter) in wanted)
+    ]
+    try:
+        for parameter in changed:
+            parameter.requires_grad_(not parameter.requires_grad)
+        yield
+    finally:
+        for parameter in changed:
+            parameter.requires_grad_(not parameter.requires_grad)
+
+
+def gradients_of(loss: Tensor, inputs: Sequence[Tensor], batch: Batch) -> Sequence[Tensor | None]:
+    """The gradient of a batch's loss for each input; None for an input that the loss does not depend on."""
+    if not loss.requires_grad:
+        raise FairprunerError(
+            "The loss has no gradient: compute it from the model's output with torch functions, without"
+            " detach or item."
+        )
+    try:
+        return torch.autograd.grad(loss, inputs, allow_unused=True)
+    except RuntimeError as error:
+        raise FairprunerError(f"The backward pass failed on batch {batch.position}: {error}") from error
