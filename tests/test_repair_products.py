@@ -161,6 +161,13 @@ def test_a_fit_from_sums_is_the_fit_of_the_rows(
     )
 
 
+@pytest.mark.parametrize("features", [256, 301])
+def test_wide_products_of_pairs_are_whole(features: int) -> None:
+    x = torch.randn(2, 40, features, dtype=torch.float64)
+    found = NormalEquations.of(x, torch.zeros(2, 40, 1, dtype=torch.float64)).gram
+    torch.testing.assert_close(found, x.mT @ x)
+
+
 def halves(x: Tensor, y: Tensor) -> Halves:
     order = torch.cat([torch.arange(0, len(x), 2), torch.arange(1, len(x), 2)])
     return Halves.of(x[None, order], y[None, order], fitted=(len(x) + 1) // 2)

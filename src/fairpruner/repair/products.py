@@ -9,7 +9,7 @@ features [rows, 45] times the kernel as a matrix [45, outputs]. A linear layer i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,8 @@ class Rows:
 
     index: Tensor  # [rows], into the flattened batch and positions
     fitted: int
+    # What a convolution reads for these rows, by its geometry: neighbouring layers often have the same.
+    reads: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,9 +144,12 @@ class Product:
         table = channels_last.reshape(-1, channels_last.shape[-1])
         if self.axis == -1:
             return table[rows.index][None, :, None]
-        read, padding = self._read_positions(rows.index)  # [rows, taps]
+        geometry = self._geometry
+        if geometry not in rows.reads:
+            rows.reads[geometry] = self._read_positions(rows.index)
+        read, padding = rows.reads[geometry]
         found = table.index_select(0, read.flatten())  # [rows taps, C]
-        found.index_fill_(0, padding.flatten().nonzero()[:, 0], 0.0)
+        found.index_fill_(0, padding, 0.0)
         by_group = found.view(*read.shape, self.groups, -1)  # [rows, taps, G, c]
         return by_group.permute(2, 0, 1, 3)
 
@@ -167,7 +172,9 @@ class Product:
         return torch.from_numpy((groups[:, None] * written + indices).reshape(-1))
 
     def _read_positions(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The input row that each tap of an output row reads, and whether it is padding, [rows, taps]."""
+        """The input row that each tap of an output row reads, [rows, taps], and which of them, in one row,
+        are padding.
+        """
         sizes, kernel = self.source.shape[2:], self.weight.shape[2:]
         outs = []
         for size in reversed(self._output_sizes()):
@@ -183,7 +190,14 @@ class Product:
             shape = [len(rows), *(len(taps) if d == dim else 1 for d in range(len(kernel)))]
             position = position * size + torch.where(valid, where, 0).view(shape)
             padding = padding | ~valid.view(shape)
-        return position.flatten(1), padding.flatten(1)
+        return position.flatten(1), padding.flatten().nonzero()[:, 0]
+
+    @property
+    def _geometry(self) -> tuple[Any, ...]:
+        """All that tells which positions of the input are read."""
+        names = ("stride", "padding", "output_padding", "dilation")
+        moving = tuple(str(self.arguments.get(name)) for name in names)
+        return self.transposed, *self.source.shape[2:], *self.weight.shape[2:], *moving
 
     def _read_coordinates(self, dim: int, out: Tensor, taps: Tensor) -> tuple[Tensor, Tensor]:
         """The input coordinates along one dim that taps read, and whether there is one for each."""

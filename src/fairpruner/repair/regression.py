@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from fairpruner.models.precision import widened
 # The first is for solutions that are exact, the last for very few samples.
 DAMPINGS = (1e-13, 1e-9, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 MOST_TARGETS = 128  # on which a damping is chosen
+WIDE, BLOCKS = 256, 4  # features from which a gram matrix is computed in so many strips
 ROUNDING = 1e-12  # share of the features' squares that is taken for rounding where no feature varies
 
 
@@ -70,7 +72,7 @@ class NormalEquations:
         features, targets = widened(features), widened(targets)
         return NormalEquations(
             features.shape[1],
-            gram=float64(features.mT @ features),
+            gram=float64(_gram(features)),
             cross=float64(features.mT @ targets),
             square=float64(targets.square().sum(1)),
             features=float64(features.sum(1)),
@@ -136,6 +138,22 @@ class NormalEquations:
     def mean(self) -> Fit:
         """The fit that is only an offset."""
         return Fit(torch.zeros_like(self.cross), self.targets / self.rows)
+
+
+def _gram(features: Tensor) -> Tensor:
+    """XᵀX of features [G, rows, p], [G, p, p]; of wide ones the blocks above the diagonal are computed and
+    mirrored, which takes 5/8 of the products.
+    """
+    size = features.shape[2]
+    if size < WIDE:
+        return features.mT @ features
+    gram = features.new_empty(features.shape[0], size, size)
+    edges = [size * n // BLOCKS for n in range(BLOCKS + 1)]
+    for start, stop in pairwise(edges):
+        found = features[:, :, start:stop].mT @ features[:, :, start:]  # [G, stop - start, p - start]
+        gram[:, start:stop, start:] = found
+        gram[:, stop:, start:stop] = found[:, :, stop - start :].mT
+    return gram
 
 
 def _mean_of_diagonal(gram: Tensor) -> Tensor:

@@ -116,13 +116,14 @@ class _OriginalPass(Interceptor):
         super().__init__(model)
         self._uses, self._kept, self._batch = uses, kept, batch
         self._generator = torch.Generator().manual_seed(batch.position)
+        self._rows: dict[tuple[int, torch.device], tuple[Tensor, Rows]] = {}  # by the number of all rows
         self._arriving: dict[int, tuple[Product, Rows]] = {}  # by the number of the addition
         self.targets: dict[str, _Target] = {}
 
     def product(self, product: Product) -> Tensor:
         out = product.run()
         if product.name in self._uses:
-            rows = product.split(out, self._chosen(product.counted(out, self._batch)), self._batch)
+            rows = self._rows_of(product, out)
             addition = self._uses[product.name].addition
             if addition is None:
                 self._take(product, rows, widened(product.outputs(out, rows)))
@@ -135,6 +136,15 @@ class _OriginalPass(Interceptor):
             product, rows = self._arriving.pop(number)
             one, other = (widened(product.outputs(operand, rows)) for operand in operands)
             self._take(product, rows, one + other)
+
+    def _rows_of(self, product: Product, out: Tensor) -> Rows:
+        """The rows of an output to fit: the same for all of one size, so what they read is found once."""
+        counted, size = product.counted(out, self._batch), out.numel() // out.shape[product.axis]
+        known, rows = self._rows.get((size, out.device), (None, None))
+        if known is None or rows is None or not torch.equal(known, counted):
+            rows = product.split(out, self._chosen(counted), self._batch)
+            self._rows[size, out.device] = counted, rows
+        return rows
 
     def _chosen(self, rows: Tensor) -> Tensor:
         """POSITIONS rows of each sample on average: one at random of each of as many equal stretches."""
