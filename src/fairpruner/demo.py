@@ -30,7 +30,7 @@ from fairpruner.scoring.score import score
 from fairpruner.surgery import cut
 
 BUDGETS = (0.75, 0.25)  # other shares of the FLOPs, to show that more plans take milliseconds
-# What the demo writes to its folder.
+# The names of what the demo writes to its folder.
 DATA, WEIGHTS, SCORES, PRUNED = "digits.npz", "net.safetensors", "scores.safetensors", "pruned"
 EPOCHS = 6
 REPAIR = "sequential"

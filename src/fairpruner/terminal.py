@@ -59,7 +59,7 @@ def amount(value: float) -> str:
 
 
 def announce(step: str) -> None:
-    """A line on stderr that names the next step of a long job, quiet when it is no terminal."""
+    """Print the next step of a long job on stderr, if that is a terminal."""
     if sys.stderr.isatty():
         print(step, file=sys.stderr)
 
@@ -108,7 +108,7 @@ def batch_bar(total: int | None, *, quiet: bool = False) -> Iterator[Callable[[s
 
 @contextmanager
 def silenced(library: str) -> Iterator[None]:
-    """The loggers of a library print errors at most inside the block; afterwards they are as before."""
+    """Inside, the loggers of a library print only errors; afterwards they are as before."""
     logger = logging.getLogger(library)
     disabled, level = logger.disabled, logger.level
     logger.disabled = True  # a library may set the level of its own logger again

@@ -35,16 +35,14 @@ def plain_warnings() -> Iterator[None]:
     """Inside the block, warnings of fairpruner are printed as one sentence, without a line of code."""
     usual = warnings.formatwarning
 
-    def told(
+    def plain(
         message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
     ) -> str:
-        return (
-            f"Warning: {message}\n"
-            if issubclass(category, FairprunerWarning)
-            else usual(message, category, filename, lineno, line)
-        )
+        if issubclass(category, FairprunerWarning):
+            return f"Warning: {message}\n"
+        return usual(message, category, filename, lineno, line)
 
-    warnings.formatwarning = told
+    warnings.formatwarning = plain
     try:
         yield
     finally:
@@ -61,7 +59,7 @@ def sigterm_as_ctrl_c() -> Iterator[None]:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    if threading.current_thread() is not threading.main_thread():  # no other may handle signals
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
         yield
         return
     usual = signal.signal(signal.SIGTERM, interrupt)
@@ -72,7 +70,7 @@ def sigterm_as_ctrl_c() -> Iterator[None]:
 
 
 class _Commands(TyperGroup):
-    """A user's mistake becomes one sentence on stderr and exit code 1, Ctrl-C one and exit code 130."""
+    """Prints one sentence on stderr for a user's mistake (exit code 1) and for Ctrl-C (exit code 130)."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -213,6 +211,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tabl
 
 
 def trained(source: str, weights: str | None, device: str = "cpu") -> nn.Module:
+    """The model that a source names, with its weights, on a device; notes if the weights are random."""
     if is_zoo(source) and weights is None:
         print(
             f"Note: {source} has random weights here; give --weights FILE, or --weights {PRETRAINED}.",

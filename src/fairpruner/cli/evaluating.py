@@ -102,18 +102,10 @@ def evaluate_models(
         _table(name, {source: by_name[name] for source, by_name in results.items()}, same_size)
         for name in next(iter(results.values()))
     ]
-    show(
-        Printable(
-            Group(*tables),
-            {
-                "models": {
-                    source: {name: asdict(result) for name, result in found.items()}
-                    for source, found in results.items()
-                }
-            },
-        ),
-        as_json,
-    )
+    content = {
+        source: {name: asdict(result) for name, result in found.items()} for source, found in results.items()
+    }
+    show(Printable(Group(*tables), {"models": content}), as_json)
 
 
 def _table(name: str, found: Mapping[str, TaskResult | Perplexity], same_size: Sequence[str]) -> Group:

@@ -43,12 +43,8 @@ from fairpruner.recovery.recipe import OPTIMIZERS, SCHEDULES
 from fairpruner.repair import METHODS, Note
 from fairpruner.search import EFFORT
 
-KINDS = {
-    DATA: marks.DATA,
-    WEIGHTS: marks.WEIGHTS,
-    SCORES: "scores",
-    PRUNED: MODEL_FOLDER,
-}  # of the demo's files
+# The kinds of the demo's files.
+KINDS = {DATA: marks.DATA, WEIGHTS: marks.WEIGHTS, SCORES: "scores", PRUNED: MODEL_FOLDER}
 
 Folder = Annotated[Path, typer.Option("--output", "-o", help="The folder of the smaller model.")]
 Repair = Annotated[
@@ -117,7 +113,8 @@ def cut(
         show(show_plan(chosen, str(output)), as_json)
         return
     net = trained(model, weights, device)
-    small, notes = fp.cut(net, chosen), tuple[Note, ...]()
+    small = fp.cut(net, chosen)
+    notes: tuple[Note, ...] = ()
     if repair:
         if data is None:
             raise FairprunerError(f"--repair {repair} needs samples: give --data.")
@@ -290,15 +287,13 @@ def demo(
 
 
 def _for_training(batches: Iterable[Any], augment: str | None) -> Iterable[Any]:
-    """The same data in another order each time it is read, where that is in our hands, its images
-    augmented.
-    """
+    """The same data with its images augmented; a loader reads it in a new order in each epoch."""
     if isinstance(batches, DataLoader):
         dataset = Augmented(batches.dataset, parse_names(augment)) if augment else batches.dataset
         return DataLoader(dataset, batches.batch_size, shuffle=True, collate_fn=batches.collate_fn)
     if augment:
         raise FairprunerError(
-            f"--augment {augment} changes the images of a folder or of an .npz file, and this data is another"
-            " kind: augment it where it is made."
+            f"--augment {augment} changes the images of a folder or of an .npz file, and this data is of"
+            " another kind: augment it in the code that makes it."
         )
     return batches

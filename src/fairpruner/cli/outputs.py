@@ -1,4 +1,4 @@
-"""Where commands write: refused before any work is done if it is taken, is a source, or cannot be written."""
+"""Checks of a command's output before any work: it must be writable, no source, and nobody's other file."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ MODEL_FOLDER = "pruned model"
 
 
 def check_output(path: Path, kind: str, *sources: str | Path | None, force: bool) -> None:
-    """Refuse an output that would overwrite one of the command's sources or anything that is not an earlier
-    output of the same kind.
+    """Refuse an output that would overwrite a source, or anything but an earlier output of the same kind.
 
     `sources` are the command's other arguments that may name a file or folder: models, weights, data, plans.
     """
@@ -42,6 +41,7 @@ def check_output(path: Path, kind: str, *sources: str | Path | None, force: bool
 
 
 def _check_replaceable(path: Path, kind: str) -> None:
+    """Refuse to replace anything but an output of this kind that fairpruner wrote."""
     if kind == MODEL_FOLDER and path.is_dir():
         check_replaceable(path)
         return
@@ -56,7 +56,7 @@ def _check_replaceable(path: Path, kind: str) -> None:
 
 
 def _places(given: str | Path | None) -> Iterator[Path]:
-    """The files and folders that an argument may mean: itself, or what stands before or after its colon."""
+    """The files and folders that an argument may name: itself, or the part before or after its colon."""
     if isinstance(given, Path):
         yield given
     elif given is not None:

@@ -73,20 +73,16 @@ def discover(
     """Show what can be removed from a model, and why other parts cannot."""
     net = load_model(model, weights)
     if data is not None:
-        example = example_of(
-            Reading(samples=1, size=size, text_column=text_column, length=length).read(model, net, data),
-            torch.device("cpu"),
-        )
+        reading = Reading(samples=1, size=size, text_column=text_column, length=length)
+        example = example_of(reading.read(model, net, data), torch.device("cpu"))
     else:
         example = torch.rand(1, *parse_shape(shape)) if shape is not None else example_for(model, net)
         if example is None:
             raise FairprunerError(
                 f"The input shape of {model} is unknown: give --shape, such as --shape 3,32,32, or --data."
             )
-    show(
-        show_spaces(fp.discover(net, example, kinds=parse_names(kinds) if kinds else None, skip=skip or ())),
-        as_json,
-    )
+    spaces = fp.discover(net, example, kinds=parse_names(kinds) if kinds else None, skip=skip or ())
+    show(show_spaces(spaces), as_json)
 
 
 @app.command(
@@ -192,10 +188,8 @@ def sweep(
     kept = parse_numbers(amounts)
     known: Metric = metric  # type: ignore[assignment]  # Budget checks it
     constraints = _constraints(multiple_of, min_keep, latency)
-    show(
-        show_sweep(fp.sweep(loaded, known, kept, rule=rule, exact=exact, **constraints), kept, metric),
-        as_json,
-    )
+    plans = fp.sweep(loaded, known, kept, rule=rule, exact=exact, **constraints)
+    show(show_sweep(plans, kept, metric), as_json)
 
 
 @app.command(epilog="Example: fairpruner plan scores.safetensors --keep flops=0.5 -o plan.json")
@@ -231,18 +225,8 @@ def plan(
     chosen = fp.allocate(loaded, alpha, keep=budget, rule=rule, exact=exact, **constraints)
     diagnosis = fp.diagnose(loaded, chosen)
     chosen.save(output)
-    show(
-        Printable(
-            diagnosis,
-            {
-                "file": str(output),
-                **diagnosis.to_json(),
-                "original": dict(chosen.original),
-                "predicted": dict(chosen.predicted),
-            },
-        ),
-        as_json,
-    )
+    costs = {"original": dict(chosen.original), "predicted": dict(chosen.predicted)}
+    show(Printable(diagnosis, {"file": str(output), **diagnosis.to_json(), **costs}), as_json)
 
 
 @app.command(epilog="Example: fairpruner info plan.json")

@@ -55,8 +55,8 @@ class Reading:
     def read(self, source: str, net: nn.Module, data: str) -> Iterable[Any]:
         """The batches of some data.
 
-        Images are prepared as the options say; without these options, as timm or torchvision does for this
-        model. Texts are prepared by the model's tokenizer.
+        Images are preprocessed by these options; if none is given, as timm or torchvision prescribes for
+        this model. Texts are tokenised by the model's tokenizer.
         """
         sampling = Sampling(self.samples, self.batch_size, self.seed)
         if is_rows(data):
@@ -91,14 +91,11 @@ def reads_data(command: Callable[..., None]) -> Callable[..., None]:
     def expanded(**given: Any) -> None:
         command(reading=Reading(**{name: given.pop(name) for name in options}), **given)
 
-    parameters = [
-        p
-        for name in own
-        for p in (
-            (o.replace(default=defaults[o.name]) for o in options.values())
-            if name == "reading"
-            else (own[name],)
-        )
-    ]
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in own.items():
+        if name == "reading":
+            parameters += [option.replace(default=defaults[option.name]) for option in options.values()]
+        else:
+            parameters.append(parameter)
     expanded.__signature__ = inspect.Signature([p.replace(kind=p.KEYWORD_ONLY) for p in parameters])  # type: ignore[attr-defined]
     return expanded

@@ -80,6 +80,9 @@ def show_scores(scores: Scores, place: str) -> Printable:
         }
         for s in scores.spaces
     }
+    notes = [scores.settings["why"]] if "why" in scores.settings else []
+    if headings:
+        notes.append("Stability: rank correlation of the scores from two disjoint halves of the data.")
     table = table_of(
         f"{place}: {scores.samples:,} samples, removal {', '.join(scores.removals)}, protection"
         f" {', '.join(scores.protections)}",
@@ -88,14 +91,7 @@ def show_scores(scores: Scores, place: str) -> Printable:
             (s.name, s.kind, s.size, *(_decimal(stability[s.name].get(signal)) for signal in headings))
             for s in scores.spaces
         ],
-        notes=(
-            *([scores.settings["why"]] if "why" in scores.settings else []),
-            *(
-                ["Stability: rank correlation of the scores from two disjoint halves of the data."]
-                if headings
-                else []
-            ),
-        ),
+        notes=notes,
     )
     items = [
         {"name": s.name, "kind": s.kind, "size": s.size, "stability": stability[s.name]}
@@ -112,16 +108,12 @@ def show_scores(scores: Scores, place: str) -> Printable:
 
 def _heading(signal: str, scores: Scores) -> str:
     """The heading of a signal's stability; a signal that differs by kind has too long a name for a column."""
-    return (
-        "stability of"
-        f" {signal if '=' not in signal else 'removal' if signal in scores.removals else 'protection'}"
-    )
+    side = "removal" if signal in scores.removals else "protection"
+    return f"stability of {side if '=' in signal else signal}"
 
 
 def show_plan(plan: Plan, place: str, repairs: Sequence[Note] = ()) -> Printable:
-    """The kept units of each space, the kept amount of each metric, what a search tried and what was
-    repaired.
-    """
+    """What a plan keeps of each space and metric, what a search tried, and what was repaired."""
     outcomes = Counter((note.outcome, note.reason) for note in repairs)
     items = [
         {"name": s.name, "kind": s.kind, "size": s.size, "kept": s.size - plan.depths[s.name]}

@@ -66,19 +66,15 @@ def perplexity(model: nn.Module, tokens: Tensor, *, length: int = 512, batch_siz
     device = device_of_model(model)
     total, predicted = 0.0, 0
     with evaluating(model):
-        whole = [w for w in windows if w.numel() == length]
-        batches = [torch.stack(whole[i : i + batch_size]) for i in range(0, len(whole), batch_size)] + [
-            w[None] for w in windows[len(whole) :]
-        ]
+        whole = [window for window in windows if window.numel() == length]
+        batches = [torch.stack(whole[i : i + batch_size]) for i in range(0, len(whole), batch_size)]
+        batches += [window[None] for window in windows[len(whole) :]]
         for batch in batches:  # [n, length]
             output = call(model, {"input_ids": batch.to(device)})
             logits = getattr(output, "logits", output)[:, :-1]  # [n, length - 1, vocabulary]
             # float64 is slow on GPUs, and MPS has none.
             logits = logits.double() if logits.device.type == "cpu" else logits.float()
-            total += float(
-                nn.functional.cross_entropy(
-                    logits.flatten(0, 1), batch[:, 1:].flatten().to(logits.device), reduction="sum"
-                )
-            )
-            predicted += batch.shape[0] * (batch.shape[1] - 1)
+            targets = batch[:, 1:].flatten().to(logits.device)
+            total += float(nn.functional.cross_entropy(logits.flatten(0, 1), targets, reduction="sum"))
+            predicted += targets.numel()
     return Perplexity(math.exp(total / predicted), predicted, len(windows), length)

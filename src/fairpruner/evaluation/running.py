@@ -63,6 +63,7 @@ def evaluate(
 
 
 def _drawn(task: Task, rows: list[Row], limit: int | None) -> list[Row]:
+    """At most `limit` items, evenly from the categories or answers, in the order of the file."""
     if limit is not None and limit < 1:
         raise FairprunerError(f"limit is {limit}, expected at least 1 item.")
     kinds = [(task.category or task.answer)(row) for row in rows]
@@ -125,6 +126,7 @@ def _answers(
 
 
 def _harness() -> Any:
+    """lm_eval with the modules that are used here."""
     for name in ("models.huggingface", "api.task", "evaluator", "tasks"):
         import_extra(f"lm_eval.{name}", "lm_eval", "Running tasks")
     return import_extra("lm_eval", "lm_eval", "Running tasks")

@@ -1,5 +1,7 @@
-"""The tensors of a model of Hugging Face on disk: one safetensors file, or several with an index, as
-`transformers` reads them.
+"""The tensors of a Hugging Face model on disk: one safetensors file, or several with an index.
+
+`transformers` reads them. `split_torch_state_dict_into_shards` of huggingface_hub is not used, because it
+plans from a whole state dictionary, and a streamed cut never holds one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Random changes of training images that leave their class as it is."""
+"""Random changes of training images that keep their class."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MARGIN = 8  # a crop moves an image by up to an eighth of its sides
 
 
 def _crop(image: Tensor) -> Tensor:
-    """The image, [C, H, W], moved by a random number of pixels; what comes in from outside is zero."""
+    """The image, [C, H, W], moved by a random number of pixels; pixels from outside are zero."""
     height, width = image.shape[1:]
     down, right = height // MARGIN, width // MARGIN
     top, left = int(torch.randint(2 * down + 1, ())), int(torch.randint(2 * right + 1, ()))
@@ -33,7 +33,7 @@ AUGMENTATIONS: dict[str, Callable[[Tensor], Tensor]] = {"crop": _crop, "flip": _
 
 
 class Augmented(Dataset[tuple[Tensor, Any]]):
-    """A dataset of (image, label) pairs whose images come out changed at random, from torch's random state.
+    """A dataset of (image, label) pairs whose images are changed at random, from torch's random state.
 
     >>> from torch.utils.data import TensorDataset
     >>> images = Augmented(TensorDataset(torch.rand(2, 3, 16, 16), torch.arange(2)), ["crop", "flip"])

@@ -202,7 +202,7 @@ def _labels(labels: Any, position: int) -> Any:
 
 
 def _reading(data: Iterable[Any]) -> Iterator[Any]:
-    """The items of the data; a failure of the user's loader becomes one sentence that says where."""
+    """The items of the data; a failure of the user's loader is reported with its place."""
     position = 0
     try:
         for item in data:
@@ -229,7 +229,7 @@ def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def check_rereadable(data: Any, reason: str, *, name: str = "data") -> None:
-    """Refuse data that can be read only once; `reason` says who reads it again."""
+    """Refuse data that can be read only once; `reason` names what reads it again."""
     if isinstance(data, Iterator):
         raise FairprunerError(
             f"The {name} is a {type(data).__name__}, which can be read once, and {reason}: give a loader or a"
@@ -238,7 +238,7 @@ def check_rereadable(data: Any, reason: str, *, name: str = "data") -> None:
 
 
 def in_halves(batches: Iterator[Batch]) -> Iterator[tuple[int, Batch]]:
-    """Batches with the half of the data (0 or 1) each belongs to; a batch that is alone is split in two."""
+    """Each batch with the half of the data (0 or 1) that it belongs to; a single batch is split in two."""
     first = next(batches, None)
     if first is None:
         return
@@ -256,7 +256,7 @@ def in_halves(batches: Iterator[Batch]) -> Iterator[tuple[int, Batch]]:
 
 
 def forward(model: nn.Module, batch: Batch) -> Any:
-    """The model's output on a batch, a failure turned into one sentence that shows the batch."""
+    """The model's output on a batch; a failure is reported in one sentence that shows the batch."""
     try:
         return call(model, batch.inputs)
     except FairprunerError:

@@ -1,4 +1,4 @@
-"""Reading data files of any origin: what they would take in memory is known before it is taken."""
+"""Reading data files of any origin; their size in memory is checked before they are unpacked."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from fairpruner.core.reading import check_regular
 from fairpruner.errors import FairprunerError
 
-SMALL = 256 * 2**20  # bytes that a file may unpack to, however small it is
-RATIO = 100  # beyond them, how many times its own size it may unpack to; pictures and floats reach 10
+SMALL = 256 * 2**20  # bytes that any file may unpack to
+RATIO = 100  # a file may unpack to more than SMALL, but not to more than so many times its size
 TEXT_LIMIT = 2**30  # bytes of text in a file, unpacked
-UNPACKING = 256 * 2**20  # bytes of memory that unpacking itself may take
+UNPACKING = 256 * 2**20  # bytes of memory that the unpacking may use
 PIXELS = 2**26  # of an image
-ASPECT = 100  # of the sides of an image: resizing makes the longer one this much longer than what is asked
+ASPECT = 100  # largest ratio of the sides of an image, because resizing keeps this ratio
 MOST_CLASSES = 10**6
 
 
@@ -34,11 +34,12 @@ def read_arrays(path: Path, *names: str) -> list[NDArray[Any]]:
             return [_read_array(archive, member, path) for member in members]
     except FairprunerError:
         raise
-    except Exception as error:  # zipfile, zlib, numpy and the parser of its headers each raise their own
+    except Exception as error:  # zipfile, zlib and numpy raise many kinds of exceptions
         raise FairprunerError(f"Data {path} cannot be read: {type(error).__name__}: {error}") from error
 
 
 def _member(archive: zipfile.ZipFile, name: str, path: Path) -> zipfile.ZipInfo:
+    """The entry of an array in an .npz file."""
     for member in archive.infolist():
         if member.filename == f"{name}.npy":
             return member
@@ -46,7 +47,7 @@ def _member(archive: zipfile.ZipFile, name: str, path: Path) -> zipfile.ZipInfo:
 
 
 def _read_array(archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: Path) -> NDArray[Any]:
-    """An array whose header says no more than the file holds: numpy makes room for what the header says."""
+    """An array, refused if its header announces other bytes than the file holds; numpy trusts the header."""
     with archive.open(member) as file:
         version = npy.read_magic(file)
         header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
@@ -56,7 +57,8 @@ def _read_array(archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: Path) -
         raise FairprunerError(f"Data {path}: {member.filename} holds Python objects, expected numbers.")
     if prod(shape) * dtype.itemsize != held:
         raise FairprunerError(
-            f"Data {path}: {member.filename} says that it is {dtype}{list(shape)} and has {held:,} bytes."
+            f"Data {path}: the header of {member.filename} announces {dtype}{list(shape)}, and {held:,} bytes"
+            " follow: save it again."
         )
     with archive.open(member) as file:
         array: NDArray[Any] = npy.read_array(file, allow_pickle=False)
@@ -70,7 +72,7 @@ def read_bytes(path: Path) -> bytes:
         return path.read_bytes()
     parts: list[bytes] = []
     left, packed = TEXT_LIMIT, path.read_bytes()
-    while packed and left > 0:  # an .xz file may be several, one after the other
+    while packed and left > 0:  # an .xz file may hold several streams, one after the other
         unpacker = lzma.LZMADecompressor(memlimit=UNPACKING)
         parts.append(unpacker.decompress(packed, max_length=left))
         left -= len(parts[-1])
@@ -83,15 +85,17 @@ def read_bytes(path: Path) -> bytes:
 
 
 def _check_unpacked(path: Path, size: int) -> None:
+    """Refuse a file that would unpack to far more than its size."""
     held = path.stat().st_size
     if size > max(SMALL, RATIO * held):
         raise FairprunerError(
-            f"Data {path} has {held:,} bytes and says that it unpacks to {size:,}: no data shrinks so much."
+            f"Data {path} has {held:,} bytes and announces {size:,} unpacked, expected at most {RATIO} times"
+            " its size: save it again without compression."
         )
 
 
 def read_image(file: Path) -> Any:
-    """A PIL image in RGB."""
+    """A PIL image in RGB, refused if it is too large to decode safely."""
     try:
         from PIL import Image
     except ImportError as error:
@@ -110,5 +114,5 @@ def read_image(file: Path) -> Any:
                 return image.convert("RGB")
     except FairprunerError:
         raise
-    except Exception as error:  # each of its formats raises its own
+    except Exception as error:  # each image format raises other exceptions
         raise FairprunerError(f"Image {file} cannot be read: {type(error).__name__}: {error}") from error

@@ -1,4 +1,8 @@
-"""Calibration data by name: a folder of images, an .npz file, or a function that yields batches."""
+"""Calibration data by name: a folder of images, an .npz file, or a function that yields batches.
+
+Image folders are read here and not by torchvision's ImageFolder, which decodes any file without bounds (see
+`read_image`) and would make torchvision a requirement.
+"""
 
 from __future__ import annotations
 
@@ -41,12 +45,10 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """Image values in [0, 1], less `mean`, over `std` (one number for all channels, or one each); images
-    resized and cropped to `size`.
-    """
+    """How images become tensors: resized and cropped to `size`, scaled to [0, 1], then (x - mean) / std."""
 
-    size: int | None = None  # None: images are taken as large as they are
-    mean: Sequence[float] = (0.0,)
+    size: int | None = None  # None: images keep their size
+    mean: Sequence[float] = (0.0,)  # one number for all channels, or one each
     std: Sequence[float] = (1.0,)
 
     def __post_init__(self) -> None:
@@ -72,19 +74,19 @@ class Preprocessing:
                     f"{name} has {len(values)} values for data of shape {list(pixels.shape)}, expected 1 or"
                     " one per channel."
                 )
-        mean, std = (
-            torch.tensor(v).reshape(-1, *[1] * (pixels.ndim - 2)) for v in (self.mean, self.std)
-        )  # [C or 1, 1, …]
+        shape = (-1, *[1] * (pixels.ndim - 2))  # [C or 1, 1, …]
+        mean, std = (torch.tensor(values).reshape(shape) for values in (self.mean, self.std))
         return (pixels.float() / 255 - mean) / std
 
 
 def load_data(
     source: str, sampling: Sampling, preprocessing: Preprocessing, *, transform: Transform | None = None
 ) -> Iterable[Any]:
-    """Batches, as often as they are iterated: from class subfolders of images, an .npz with x and y, or
-    "file.py:loader".
+    """Batches that can be iterated many times, from a source by name.
 
-    Images go through `transform` if it is given, else through `preprocessing`, as uint8 arrays do.
+    The source is a folder with one subfolder of images for each class, an .npz file with arrays x and y, or
+    "file.py:function". Images are preprocessed by `transform`, or by `preprocessing` if there is none; uint8
+    arrays always by `preprocessing`.
     """
     path = Path(source)
     if path.is_dir():
@@ -100,8 +102,7 @@ def load_data(
 
 
 def draw_balanced(labels: Ints, samples: int | None, seed: int) -> Ints:
-    """Positions of `samples` items, taken from every class in turn, so that classes are as even as they
-    can be.
+    """The positions of `samples` items, taken from the classes in turn, so that classes are balanced.
 
     >>> sorted(np.array([0, 0, 0, 0, 1])[draw_balanced(np.array([0, 0, 0, 0, 1]), 3, seed=0)].tolist())
     [0, 0, 1]
@@ -109,21 +110,19 @@ def draw_balanced(labels: Ints, samples: int | None, seed: int) -> Ints:
     mixed = np.random.default_rng(seed).permutation(labels.size)
     grouped = mixed[np.argsort(labels[mixed], kind="stable")]  # [n] class after class
     _, first, size = np.unique(labels[grouped], return_index=True, return_counts=True)
-    turn = np.arange(labels.size) - np.repeat(
-        first, size
-    )  # [n] 0 for the first of each class, 1 for the second, …
+    # [n] 0 for the first item of each class, 1 for the second, …
+    turn = np.arange(labels.size) - np.repeat(first, size)
     return grouped[np.argsort(turn, kind="stable")][:samples]
 
 
 def _batches(dataset: Dataset[Any], labels: Ints, sampling: Sampling) -> Iterable[Any]:
-    return DataLoader(
-        Subset(dataset, draw_balanced(labels, sampling.samples, sampling.seed).tolist()),
-        sampling.batch_size,
-        collate_fn=_stack,
-    )
+    """Batches of a balanced choice of samples."""
+    chosen = draw_balanced(labels, sampling.samples, sampling.seed).tolist()
+    return DataLoader(Subset(dataset, chosen), sampling.batch_size, collate_fn=_stack)
 
 
 def _stack(items: list[tuple[torch.Tensor, Any]]) -> Any:
+    """One batch, refused if its samples differ in shape."""
     shapes = sorted({tuple(x.shape) for x, _ in items})
     if len(shapes) > 1:
         raise FairprunerError(
@@ -134,6 +133,7 @@ def _stack(items: list[tuple[torch.Tensor, Any]]) -> Any:
 
 
 def _arrays(path: Path, sampling: Sampling, preprocessing: Preprocessing) -> Iterable[Any]:
+    """Batches from an .npz file."""
     x, y = read_arrays(path, "x", "y")
     if x.ndim < 1 or y.ndim != 1 or y.dtype.kind not in "iu" or len(y) != len(x) or not len(x):
         raise FairprunerError(
@@ -156,6 +156,7 @@ def _arrays(path: Path, sampling: Sampling, preprocessing: Preprocessing) -> Ite
 
 
 def _images(folder: Path, sampling: Sampling, transform: Transform) -> Iterable[Any]:
+    """Batches from a folder; the label of an image is the position of its class among the sorted ones."""
     classes = sorted(child for child in folder.iterdir() if child.is_dir())
     files = [
         (file, label)
@@ -173,9 +174,7 @@ def _images(folder: Path, sampling: Sampling, transform: Transform) -> Iterable[
 
 @dataclass(frozen=True)
 class _ImageFiles(Dataset[tuple[torch.Tensor, int]]):
-    files: Sequence[
-        tuple[Path, int]
-    ]  # with its label: the position of its folder among the sorted class folders
+    files: Sequence[tuple[Path, int]]  # each with its label
     transform: Transform
 
     def __getitem__(self, position: int) -> tuple[torch.Tensor, int]:
@@ -185,8 +184,9 @@ class _ImageFiles(Dataset[tuple[torch.Tensor, int]]):
 
 @dataclass(frozen=True)
 class _Loader:
-    """The batches of a user's function, called again for every pass; stops after the batch that reaches
-    `samples`.
+    """The batches of a user's function, which is called again for every pass.
+
+    A pass ends after the batch with which `samples` samples are reached.
     """
 
     function: Callable[[], Iterable[Any]]
@@ -203,7 +203,7 @@ class _Loader:
             ) from error
         seen = 0
         while True:
-            with importable_from(self.source):  # a generator may import as it goes
+            with importable_from(self.source):  # a generator may import modules between its batches
                 batch = next(batches, END)
             if batch is END:
                 return
@@ -214,11 +214,12 @@ class _Loader:
 
 
 def _length(batch: Any) -> int:
+    """The number of samples of a batch."""
     return next((len(tensor) for tensor in tensors_of(batch) if tensor.ndim), 1)
 
 
 def example_of(data: Iterable[Any], device: torch.device, model: nn.Module | None = None) -> Any:
-    """The first sample of the data, as the model is called with it: what `discover` needs."""
+    """The first sample of the data, as an example for `discover`."""
     first = next(read_batches(data, device, model), None)
     if first is None:
         raise FairprunerError("The data yields no batch: give at least one sample.")

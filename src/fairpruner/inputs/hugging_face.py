@@ -1,6 +1,4 @@
-"""Models of Hugging Face: "hf:folder-or-name" becomes a model, its tokenizer, its image preprocessing or
-an example to trace it with.
-"""
+"""Models of Hugging Face by "hf:folder-or-name", with tokenizers, image preprocessing and examples."""
 
 from __future__ import annotations
 
@@ -21,9 +19,9 @@ from fairpruner.models.attention import STAND_INS
 from fairpruner.models.transformers_private import classes_of
 
 PREFIX = "hf"
-# What a configuration may ask for: all that lies in transformers and torch.
+# The implementations that a configuration may name; they are part of transformers and torch.
 IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
-SIDE = 224  # of an image, where a configuration does not tell
+SIDE = 224  # of an image, if the configuration does not have it
 
 
 def is_source(source: str) -> bool:
@@ -37,27 +35,27 @@ def place_of(source: str) -> str:
 
 
 def is_model(model: nn.Module) -> bool:
-    """Whether a model is of `transformers`, told without importing it."""
+    """Whether a model is one of `transformers`, which is not imported for the answer."""
     return "transformers" in sys.modules and isinstance(model, _transformers().PreTrainedModel)
 
 
 def architecture(place: str) -> nn.Module:
-    """The model that a configuration (a folder's, a hub name's or a file) describes, with random weights."""
+    """The model of a configuration, given as a folder, a hub name or a file, with random weights."""
     with _loading(place):
         config = configuration(place)
         return _plain(_class(config, place)(config)).eval()
 
 
 def pretrained(place: str, original: type[nn.Module] | None = None) -> nn.Module:
-    """The model with the weights that lie beside its configuration; `original` is its class, where
-    transformers does not have it.
+    """The model with the weights beside its configuration.
+
+    `original` is its class, if transformers does not have it.
     """
     check_indexes(Path(place))
     with _loading(place):
         config = configuration(place)
-        return _plain(
-            _class(config, place, original).from_pretrained(place, config=config, **_options(place))
-        )
+        made = _class(config, place, original).from_pretrained(place, config=config, **_options(place))
+        return _plain(made)
 
 
 def configuration(place: str) -> Any:
@@ -71,24 +69,23 @@ def configuration(place: str) -> Any:
 
 
 def _check_implementation(name: Any, place: str) -> None:
-    """Refuse a configuration that would have transformers fetch code for its attention and run it."""
+    """Refuse a configuration for which transformers would download code and run it."""
     if name is not None and name not in IMPLEMENTATIONS:
         raise FairprunerError(
-            f"The configuration of {place} asks for {str(name)[:80]!r}, code that would be fetched from"
-            " elsewhere and run: remove attn_implementation and experts_implementation from its config.json."
+            f"The configuration of {place} asks for {str(name)[:80]!r}, code that would be downloaded and"
+            " run: remove attn_implementation and experts_implementation from its config.json."
         )
 
 
 def tokenizer_of(place: str) -> Any:
-    """The model's tokenizer, made to fill batches up on the right: then positions count from the first
-    real token in every model.
+    """The model's tokenizer, set to pad on the right, so that positions count from the first real token.
 
-    One that has no padding token fills up with its end token, which the attention mask hides.
+    A tokenizer without a padding token pads with its end token, which the attention mask hides.
     """
     with _loading(place):
-        tokenizer = _lone_tokenizer(place) or _transformers().AutoTokenizer.from_pretrained(
-            place, **_options(place)
-        )
+        tokenizer = _lone_tokenizer(place)
+        if tokenizer is None:
+            tokenizer = _transformers().AutoTokenizer.from_pretrained(place, **_options(place))
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "right"
@@ -96,16 +93,15 @@ def tokenizer_of(place: str) -> Any:
 
 
 def _lone_tokenizer(place: str) -> Any:
-    """What a tokenizer.json without settings beside it says; by the model's family transformers would put
-    other rules in its place.
+    """The tokenizer of a tokenizer.json that has no tokenizer_config.json beside it.
+
+    AutoTokenizer would replace its rules by those of the model's family.
     """
     file, settings = (local_file(place, name) for name in ("tokenizer.json", "tokenizer_config.json"))
     if file is None or settings is not None:
         return None
-    tokenizer, end = (
-        _transformers().PreTrainedTokenizerFast(tokenizer_file=file),
-        configuration(place).eos_token_id,
-    )
+    tokenizer = _transformers().PreTrainedTokenizerFast(tokenizer_file=file)
+    end = configuration(place).eos_token_id
     if isinstance(end, int):
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
     return tokenizer
@@ -119,34 +115,29 @@ def transform_of(place: str) -> Callable[[Any], torch.Tensor]:
 
 
 def example_for(model: Any) -> dict[str, torch.Tensor]:
-    """Something to call a model with: a few tokens, or an image of the size its configuration tells."""
+    """An example for a model: a few tokens, or an image of the size in its configuration."""
     if model.main_input_name == "pixel_values":
         config = getattr(model.config, "vision_config", model.config)
-        return {
-            "pixel_values": torch.rand(
-                1, getattr(config, "num_channels", 3), *2 * [getattr(config, "image_size", SIDE)]
-            )
-        }
+        channels, side = getattr(config, "num_channels", 3), getattr(config, "image_size", SIDE)
+        return {"pixel_values": torch.rand(1, channels, side, side)}
     return dict(model.dummy_inputs)
 
 
 def local_file(place: str, name: str) -> str | None:
-    """Where a file of a folder or of a hub name that was fetched before lies, None if it has none."""
+    """The path of a file of a folder, or of a hub name downloaded before; None if there is no such file."""
     try:
         path: str = _transformers().utils.cached_file(place, name, local_files_only=True)
-    except OSError:  # how transformers says so
+    except OSError:  # transformers raises it for a file that does not exist
         return None
     return path
 
 
 def is_causal(model: nn.Module) -> bool:
     """Whether a model predicts the next token."""
-    names = (
-        importlib.import_module("transformers.models.auto.modeling_auto").MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-        if is_model(model)
-        else {}
-    )
-    return type(model).__name__ in names.values()
+    if not is_model(model):
+        return False
+    auto = importlib.import_module("transformers.models.auto.modeling_auto")
+    return type(model).__name__ in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 
 def auto_classes(original: type[nn.Module]) -> list[str]:
@@ -161,6 +152,7 @@ def auto_classes(original: type[nn.Module]) -> list[str]:
 
 
 def _flat(values: Any) -> set[str]:
+    """Strings, and the strings in tuples."""
     return {name for value in values for name in ((value,) if isinstance(value, str) else value)}
 
 
@@ -178,9 +170,7 @@ def _class(config: Any, place: str, original: Any = None) -> Any:
 
 
 def _plain(model: Any) -> nn.Module:
-    """A model of the original class, as a cut makes it: what the sizes of a pruned one were read from has
-    done its work.
-    """
+    """The model with its original class, as `cut` would give it, without the settings that resized it."""
     model.__class__ = getattr(type(model), "unpruned", type(model))
     for path in getattr(model.config, "pruned", {"modules": {}})["modules"]:
         module = model.get_submodule(path)
@@ -191,14 +181,13 @@ def _plain(model: Any) -> nn.Module:
 
 
 def _options(place: str) -> dict[str, Any]:
+    """Options of every call that loads from a place: folders are not looked up on the hub."""
     return {"local_files_only": Path(place).exists(), "trust_remote_code": False}
 
 
 @contextmanager
 def _loading(place: str) -> Iterator[None]:
-    """No progress bar where there is no terminal, and a failure of transformers told in one sentence; its
-    message may have many.
-    """
+    """Report a failure of transformers in one sentence, and show no progress bar without a terminal."""
     logging = _transformers().utils.logging
     hidden = logging.is_progress_bar_enabled() and not sys.stderr.isatty()
     try:
@@ -208,11 +197,9 @@ def _loading(place: str) -> Iterator[None]:
     except FairprunerError:
         raise
     except Exception as error:
-        what = (
-            "cannot be loaded"
-            if Path(place).exists()
-            else "is no folder here, and as a hub name it cannot be fetched"
-        )
+        what = "cannot be loaded"
+        if not Path(place).exists():
+            what = "is no folder here, and as a hub name it cannot be fetched"
         reason = " ".join(str(error).split())[:300]
         raise FairprunerError(
             f"Source '{PREFIX}:{place}' {what}: {type(error).__name__}: {reason}"

@@ -50,8 +50,9 @@ def task_of(batch: Batch, output: Any) -> Task:
 
 
 def logits_of(output: Any) -> Tensor | None:
-    """The logits inside a model's output: itself, `.logits`, `["logits"]`, `["out"]`, or the first tensor of
-    a tuple.
+    """The logits inside a model's output.
+
+    They are the output itself, `.logits`, `["logits"]`, `["out"]`, or the first tensor of a tuple.
     """
     if isinstance(output, Tensor):
         return output
@@ -90,7 +91,7 @@ def loss_or_distance(loss: Loss | None, output: Any, batch: Batch, original: Cal
 
 
 def default_loss(output: Any, batch: Batch, task: Task | None = None) -> Tensor:
-    """The mean loss of the task, by default the one that labels and output show."""
+    """The mean loss of a task, by default of the task that labels and output show."""
     task = task or task_of(batch, output)
     if task == "unlabelled":
         raise FairprunerError(
@@ -101,7 +102,7 @@ def default_loss(output: Any, batch: Batch, task: Task | None = None) -> Tensor:
 
 
 def _called(loss: Loss, output: Any, batch: Batch) -> Any:
-    """The caller's loss, its failure turned into one sentence that shows output and labels."""
+    """The caller's loss; its failure is reported in one sentence that shows output and labels."""
     labels = batch.labels
     if isinstance(labels, Tensor) and any(True for _ in tensors_of(output)):
         labels = labels.to(device_of_example(output))  # a model may be spread over several devices
@@ -172,8 +173,9 @@ def _regression(output: Any, batch: Batch) -> Tensor:
 
 
 def token_losses(output: Any, batch: Batch) -> Tensor | None:
-    """The cross-entropy of every position of a batch of texts, [N, T], 0 where nothing is predicted; None
-    for other outputs.
+    """The cross-entropy of every position of a batch of texts, [N, T]; None for other outputs.
+
+    It is 0 where nothing is predicted.
     """
     logits, targets = logits_of(output), targets_of(batch.inputs, batch.labels)
     if logits is None or logits.ndim != 3 or targets is None or targets.shape != logits.shape[:2]:

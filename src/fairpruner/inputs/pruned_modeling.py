@@ -1,8 +1,7 @@
-"""A pruned model for transformers: the original class, resized to what `config.json` tells under
-"pruned".
+"""A pruned model for transformers: the original class, resized to the sizes under "pruned" in config.json.
 
-`fairpruner` copies this file into the folder of a model that no configuration describes; it needs torch
-and transformers only.
+`fairpruner` copies this file into the folder of a pruned model that an ordinary configuration cannot
+describe. It needs only torch and transformers.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from torch import nn
 
 
 def pruned(original: Any) -> Any:
-    """A subclass of the same name that has the sizes of `config.pruned` as soon as it is built."""
+    """A subclass of the same name that resizes itself to `config.pruned` when it is built."""
 
     class Pruned(original):  # type: ignore[misc]  # a class of transformers, which ships no types
         unpruned = original
@@ -24,9 +23,7 @@ def pruned(original: Any) -> Any:
 
         @classmethod
         def is_custom_code(cls) -> bool:
-            """Its weights lie in files as those of the original class do: transformers is to convert them
-            alike.
-            """
+            """False, so that transformers converts the tensors of files as for the original class."""
             return False
 
     Pruned.__name__ = Pruned.__qualname__ = original.__name__
@@ -34,9 +31,7 @@ def pruned(original: Any) -> Any:
 
 
 def resize(model: Any, sizes: Any) -> None:
-    """Shorten tensors to the shapes of `sizes["tensors"]`, and set the attributes of modules that
-    `sizes["modules"]` tells.
-    """
+    """Shorten tensors to the shapes in `sizes["tensors"]`, and set the attributes in `sizes["modules"]`."""
     missing = sizes["tensors"].keys() - model.state_dict().keys()
     if missing:
         raise ValueError(
@@ -48,11 +43,9 @@ def resize(model: Any, sizes: Any) -> None:
         module = model.get_submodule(path)
         old = getattr(module, attribute)
         new = old.detach()[tuple(slice(length) for length in shape)].clone()
-        setattr(
-            module,
-            attribute,
-            nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new,
-        )
+        if isinstance(old, nn.Parameter):
+            new = nn.Parameter(new, requires_grad=old.requires_grad)
+        setattr(module, attribute, new)
     for path, attributes in sizes["modules"].items():
         for attribute, value in attributes.items():
             setattr(model.get_submodule(path), attribute, tuple(value) if isinstance(value, list) else value)

@@ -1,4 +1,4 @@
-"""Which files of a folder hold the tensors of a Hugging Face model: one, or several that an index names."""
+"""The files that hold the tensors of a Hugging Face model: one, or several that an index names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def shard_files(folder: Path) -> list[Path]:
 
 
 def check_indexes(folder: Path) -> None:
-    """Refuse a folder with an index that leads out of it."""
+    """Refuse a folder with an index that names files outside of it."""
     for name in (INDEX, PICKLED_INDEX):
         if (folder / name).is_file():
             indexed_names(folder / name)

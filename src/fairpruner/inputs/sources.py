@@ -1,5 +1,7 @@
-"""Models by name: "timm:resnet18", "torchvision:resnet50", "hf:folder", "package.module:factory",
-"path/to/file.py:factory", and their weights.
+"""Models and their weights by name.
+
+A name is such as "timm:resnet18", "torchvision:resnet50", "hf:folder", "package.module:factory" or
+"path/to/file.py:factory".
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from fairpruner.inputs import hugging_face
 Factory = Callable[[], nn.Module]
 Transform = Callable[[Any], torch.Tensor]  # a PIL image -> [3, H, W]
 
-PRETRAINED = "pretrained"  # given in place of a weights file: the zoo's own weights
+PRETRAINED = "pretrained"  # as the name of a weights file: the weights that the library offers
 
 
 @dataclass(frozen=True)
@@ -36,9 +38,8 @@ class Zoo:
 
     names: Callable[[ModuleType], Iterable[str]]
     build: Callable[[ModuleType, str, bool], nn.Module]  # library, name, pretrained
-    transform: Callable[
-        [ModuleType, str, nn.Module], Transform
-    ]  # the preprocessing its weights were trained with
+    # The preprocessing that the weights were trained with.
+    transform: Callable[[ModuleType, str, nn.Module], Transform]
 
 
 def _timm_transform(timm: ModuleType, name: str, model: nn.Module) -> Transform:
@@ -70,8 +71,9 @@ LIBRARIES = (*ZOOS, hugging_face.PREFIX)
 
 
 def load_model(source: str, weights: str | Path | None = None) -> nn.Module:
-    """The model a source names, with weights from a .safetensors, .pt or .pth file, or the zoo's own
-    ("pretrained"); "hf:" has its own.
+    """The model that a source names, with weights from a .safetensors, .pt or .pth file.
+
+    The weights "pretrained" are those that the library offers; "hf:" models have them by default.
 
     >>> load_model("torch.nn:Identity")
     Identity()
@@ -85,7 +87,7 @@ def load_model(source: str, weights: str | Path | None = None) -> nn.Module:
 
 
 def factory_of(source: str) -> Factory:
-    """A function that builds the model a source names, with whatever weights it starts from.
+    """A function that builds the model that a source names, with the weights that it starts from.
 
     >>> factory_of("torch.nn:Identity")()
     Identity()
@@ -94,12 +96,12 @@ def factory_of(source: str) -> Factory:
 
 
 def is_zoo(source: str) -> bool:
-    """Whether a source names a model of a zoo, whose weights are random unless given."""
+    """Whether a source names a model of timm or torchvision, whose weights are random unless given."""
     return source.partition(":")[0] in ZOOS
 
 
 def transform_of(source: str, model: nn.Module) -> Transform | None:
-    """The preprocessing that a zoo prescribes for one of its models; None for a model of one's own."""
+    """The preprocessing that a library prescribes for its model; None for a user's model."""
     library, _, name = source.partition(":")
     if library == hugging_face.PREFIX:
         return hugging_face.transform_of(name)
@@ -107,23 +109,24 @@ def transform_of(source: str, model: nn.Module) -> Transform | None:
 
 
 def example_for(source: str, model: nn.Module) -> Any:
-    """Something to call a named model with, as its zoo prescribes; None for a model of one's own."""
+    """An example for a model of a library, as the library prescribes; None for a user's model."""
     if hugging_face.is_source(source):
         return hugging_face.example_for(model)
     transform = transform_of(source, model)
     if transform is None:
         return None
-    from PIL import Image  # every zoo needs it too
+    from PIL import Image  # a requirement of every such library
 
     try:
         return transform(Image.new("RGB", (256, 256)))[None]
-    except Exception as error:  # video and other models take no image
+    except Exception as error:  # models of videos, for example, take no image
         raise FairprunerError(
-            f"{source} does not say the shape of its input: give it, such as 3,224,224."
+            f"The input shape of {source} is not known: give it, such as 3,224,224."
         ) from error
 
 
 def _build(source: str, pretrained: bool = False) -> nn.Module:
+    """The model that a source names."""
     library, _, name = source.partition(":")
     if library == hugging_face.PREFIX:
         return hugging_face.pretrained(name) if pretrained else hugging_face.architecture(name)
@@ -170,7 +173,7 @@ def _import_zoo(library: str) -> ModuleType:
             f"Source {library!r} needs a package that is not installed ({error.name}): pip install"
             f" 'fairpruner[{library}]'."
         ) from error
-    except Exception as error:  # a build that does not fit this torch fails in many ways
+    except Exception as error:  # a build for another version of torch fails in many ways
         raise FairprunerError(
             f"{library} is installed but does not import ({error}): install the build that fits torch"
             f" {torch.__version__}."
@@ -195,7 +198,7 @@ def resolve(source: str) -> Any:
             module = _run_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except FairprunerError:
         raise
-    except Exception as error:  # the user's own code may raise anything
+    except Exception as error:  # the user's code may raise anything
         raise FairprunerError(
             f"Source {source!r}: {place} does not import: {type(error).__name__}: {error}"
         ) from error
@@ -210,6 +213,7 @@ def resolve(source: str) -> Any:
 
 
 def _run_file(path: Path) -> ModuleType:
+    """A Python file as a module, without an entry in sys.modules."""
     if not path.is_file():
         raise FairprunerError(f"No file {path}.")
     loader = SourceFileLoader(path.stem, str(path))
@@ -221,7 +225,7 @@ def _run_file(path: Path) -> ModuleType:
 
 @contextmanager
 def importable_from(source: str) -> Iterator[None]:
-    """Inside, what lies beside a source's file, or in the working folder, can be imported."""
+    """Inside, modules beside a source's file, or in the working folder, can be imported."""
     place = source.rpartition(":")[0]
     folder = str(Path(place).resolve().parent if place.endswith(".py") else Path.cwd())
     added = folder not in sys.path
@@ -235,14 +239,11 @@ def importable_from(source: str) -> Iterator[None]:
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
-    """Copy a checkpoint into the model: every tensor of the model is given one of the same name and
-    shape, and none is left over.
-    """
+    """Copy a checkpoint into the model, refused unless names and shapes are those of the model."""
     found = _read_weights(path)
     expected = model.state_dict(keep_vars=True)
-    filled = {
-        id(expected[name]) for name in found if name in expected
-    }  # a tied tensor may be stored under one of its names only
+    # A tied tensor may be stored under only one of its names.
+    filled = {id(expected[name]) for name in found if name in expected}
     problems = {
         "missing": [
             name for name, tensor in expected.items() if name not in found and id(tensor) not in filled
@@ -265,13 +266,14 @@ def load_weights(model: nn.Module, path: Path) -> None:
 
 
 def fits(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether a stored tensor can take the place of a model's: it has its shape, and its kind of numbers."""
+    """Whether a stored tensor can replace a model's tensor: same shape, and same kind of numbers."""
     kinds = [(t.is_floating_point(), t.is_complex(), t.dtype == torch.bool) for t in (found, expected)]
     return found.shape == expected.shape and kinds[0] == kinds[1]
 
 
 def _read_weights(path: Path) -> dict[str, torch.Tensor]:
-    if not path.is_file():  # a pipe or a device is none
+    """The tensors of a weights file by name."""
+    if not path.is_file():  # also refuses pipes and devices
         raise FairprunerError(f"No weights file {path}.")
     readers: dict[str, Callable[[Path], Any]] = {
         ".safetensors": lambda file: read_all(file)[1],
@@ -288,7 +290,7 @@ def _read_weights(path: Path) -> dict[str, torch.Tensor]:
         ) from error
     except FairprunerError:
         raise
-    except Exception as error:  # a file that is no checkpoint makes torch.load raise anything
+    except Exception as error:  # torch.load may raise anything on a file that is no checkpoint
         raise FairprunerError(f"Weights {path} cannot be read: {type(error).__name__}: {error}") from error
     for wrapper in ("state_dict", "model"):
         if isinstance(content, Mapping) and isinstance(content.get(wrapper), Mapping):

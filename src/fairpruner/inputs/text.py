@@ -1,6 +1,4 @@
-"""Texts: the rows of a .jsonl, .csv or .parquet file, compressed or not, and batches of them tokenised as
-the model wants.
-"""
+"""Texts: the rows of .jsonl, .csv or .parquet files, compressed or not, and tokenised batches of them."""
 
 from __future__ import annotations
 
@@ -31,13 +29,11 @@ Tokenizer = Callable[..., Mapping[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Columns:
-    """Which columns hold the text (two for pairs) and its class, and how many tokens of each text to
-    take.
-    """
+    """Which columns of a file hold the texts and their classes."""
 
-    text: Sequence[str] = ("text",)
+    text: Sequence[str] = ("text",)  # two for pairs of texts
     label: str | None = None  # None: texts without classes
-    length: int = 128
+    length: int = 128  # the number of tokens after which a text is cut off
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.text) <= 2:
@@ -56,42 +52,33 @@ def load_text(
     *,
     classes: Mapping[str, int] | None = None,
 ) -> Iterable[dict[str, torch.Tensor]]:
-    """Batches of tokens with an attention mask, padded to the longest of their texts, as dicts; `labels`
-    [N] if there is a label column.
+    """Batches of tokens as dicts, with an attention mask, padded to the longest text of the batch.
 
-    Whole numbers and booleans are class indices as they are; words are looked up in `classes`, or
-    numbered in sorted order.
+    With a label column they also have `labels` [N]. Whole numbers and booleans are used as class indices.
+    Words are looked up in `classes`; if one is not there, all words are numbered in sorted order.
     """
     columns = columns or Columns()
     rows = read_rows(Path(path))
     texts = [
         tuple(_text(row, name, number, path) for name in columns.text) for number, row in enumerate(rows)
     ]
-    labels = (
-        np.zeros(len(rows), dtype=np.int64)
-        if columns.label is None
-        else _labels([_cell(row, columns.label, path) for row in rows], classes or {}, path)
-    )
+    labels = np.zeros(len(rows), dtype=np.int64)
+    if columns.label is not None:
+        labels = _labels([_cell(row, columns.label, path) for row in rows], classes or {}, path)
+    settings = {"padding": True, "truncation": True, "max_length": columns.length, "return_tensors": "pt"}
 
     def tokenise(chosen: list[int]) -> dict[str, torch.Tensor]:
         parts = zip(*(texts[i] for i in chosen), strict=True)
-        batch = dict(
-            tokenizer(
-                *map(list, parts),
-                padding=True,
-                truncation=True,
-                max_length=columns.length,
-                return_tensors="pt",
-            )
-        )
+        batch = dict(tokenizer(*map(list, parts), **settings))
         return batch if columns.label is None else {**batch, "labels": torch.from_numpy(labels[chosen])}
 
     positions: list[int] = draw_balanced(labels, sampling.samples, sampling.seed).tolist()
-    return DataLoader(positions, sampling.batch_size, collate_fn=tokenise)  # type: ignore[arg-type]  # a list serves as a dataset
+    # The dataset is the list of positions.
+    return DataLoader(positions, sampling.batch_size, collate_fn=tokenise)  # type: ignore[arg-type]
 
 
 def is_rows(path: str | Path) -> bool:
-    """Whether a file's name is one of those that `read_rows` reads."""
+    """Whether `read_rows` can read a file of this name."""
     return _suffix(Path(path)) in READERS
 
 
@@ -104,7 +91,7 @@ def read_rows(path: Path) -> list[Row]:
         rows = READERS[suffix](read_bytes(path), path)
     except FairprunerError:
         raise
-    except Exception as error:  # the modules for .csv, .xz and .parquet each raise their own
+    except Exception as error:  # the modules for .csv, .xz and .parquet raise many kinds of exceptions
         raise FairprunerError(f"Data {path} cannot be read: {type(error).__name__}: {error}.") from error
     if not rows or not all(isinstance(row, dict) for row in rows):
         raise FairprunerError(
@@ -114,6 +101,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def _suffix(path: Path) -> str:
+    """The ending of a file's name before ".xz"."""
     return path.with_suffix("").suffix if path.suffix == ".xz" else path.suffix
 
 
@@ -150,6 +138,7 @@ READERS: dict[str, Callable[[bytes, Path], list[Any]]] = {
 
 
 def _cell(row: Row, name: str, path: str | Path) -> Any:
+    """The value of a row in a column."""
     if name not in row:
         raise unknown(f"column of {path}", name, [str(key) for key in row])
     return row[name]

@@ -14,7 +14,8 @@ IGNORED = -100  # the label of a token that is not predicted, as in Hugging Face
 def real_tokens(inputs: Any, reader: str = "") -> Tensor | None:
     """Which tokens are no padding, bool [N, T]; None if the inputs are no batch of texts.
 
-    `reader` names the tensor that reads the tokens: an encoder and its decoder have different ones.
+    `reader` is the path of the tensor or module that reads the tokens: those of an encoder and of its decoder
+    differ.
 
     >>> ids, mask = torch.tensor([[5, 6], [7, 0]]), torch.tensor([[1, 1], [1, 0]])
     >>> real_tokens({"input_ids": ids, "attention_mask": mask})
@@ -27,16 +28,15 @@ def real_tokens(inputs: Any, reader: str = "") -> Tensor | None:
     ids, mask = (inputs.get(side + name) for name in ("input_ids", "attention_mask"))
     if not isinstance(ids, Tensor) or ids.ndim != 2:
         return None
-    return (
-        mask.bool()
-        if isinstance(mask, Tensor) and mask.shape == ids.shape
-        else torch.ones_like(ids, dtype=torch.bool)
-    )
+    if isinstance(mask, Tensor) and mask.shape == ids.shape:
+        return mask.bool()
+    return torch.ones_like(ids, dtype=torch.bool)
 
 
 def counted_tokens(inputs: Any, labels: Any, reader: str = "") -> Tensor | None:
-    """Which tokens enter statistics, bool [N, T]: those that are no padding and, if every token has a
-    label, are predicted; None if the inputs are no batch of texts.
+    """Which tokens enter statistics, bool [N, T]; None if the inputs are no batch of texts.
+
+    Padding does not. If every token has a label, tokens that are not predicted do not either.
     """
     real = real_tokens(inputs, reader)
     if real is None or not isinstance(labels, Tensor) or labels.shape != real.shape:
@@ -45,13 +45,11 @@ def counted_tokens(inputs: Any, labels: Any, reader: str = "") -> Tensor | None:
 
 
 def counted_rows(total: int, inputs: Any, reader: str) -> Tensor:
-    """The indices of the rows that count, of `total` rows that lie text by text: all but padding."""
+    """The indices of the rows that are no padding, of `total` rows that lie text by text."""
     real = real_tokens(inputs, reader)
-    return (
-        torch.arange(total)
-        if real is None or real.numel() != total
-        else real.flatten().nonzero().flatten().cpu()
-    )
+    if real is None or real.numel() != total:
+        return torch.arange(total)
+    return real.flatten().nonzero().flatten().cpu()
 
 
 def own_labels(inputs: Any) -> Tensor | None:
@@ -61,8 +59,7 @@ def own_labels(inputs: Any) -> Tensor | None:
 
 
 def targets_of(inputs: Any, labels: Any) -> Tensor | None:
-    """What each position predicts, [N, T], IGNORED where it predicts nothing; None if neither inputs nor
-    labels are tokens.
+    """The token that each position predicts, [N, T], or IGNORED; None if there are no tokens.
 
     Labels that repeat the tokens are shifted: each position predicts the next token. Other labels stay in
     place. Labels that are classes of whole texts are replaced by the tokens. A token after padding is not

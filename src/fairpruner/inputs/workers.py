@@ -10,8 +10,9 @@ from fairpruner.errors import FairprunerError
 
 @contextmanager
 def naming_dead_workers() -> Iterator[None]:
-    """Inside, the death of a loader's worker process is a FairprunerError. torch raises it wherever the main
-    process happens to be, so it may come out of any line.
+    """Inside, the death of a loader's worker process is a FairprunerError.
+
+    torch raises it from a signal handler, so it may come out of any line.
     """
     try:
         yield

@@ -40,7 +40,7 @@ def measure(
     """Measure params, FLOPs (MACs), bytes, latency and memory of a model.
 
     `against` is a second model, usually the one that `model` was cut from. The two then run in turn, so that
-    a slow moment of the machine affects both. The speed-up is the median, with quartiles, of the quotients of
+    a slow moment of the machine affects both. The speed-up is the median, with quartiles, of the ratios of
     each round. A causal language model is also timed for reading a prompt and for generating. `memory`
     starts a new process for each model. `energy` is the ISO code of a country, such as "DEU", and needs
     CodeCarbon.
@@ -107,6 +107,7 @@ class _as_used:
 
 
 def _counts(models: Sequence[nn.Module], sample: Any) -> Iterator[Quantity]:
+    """Numbers that need no repeats."""
     yield Quantity.of("params", "", map(count_params, models))
     yield Quantity.of("flops", "", (count_flops(model, sample) for model in models))
     yield Quantity.of("bytes", "B", map(stored_bytes, models))
@@ -132,25 +133,20 @@ def _memory(models: Sequence[nn.Module], example: Any, threads: int) -> list[Qua
 
 def _energy(models: Sequence[nn.Module], example: Any, threads: int, country: str) -> list[Quantity]:
     found = [energy_of(prepared("eager", model, example, threads), country) for model in models]
-    note = (
-        ""
-        if all(f.counted for f in found)
-        else "estimated from the processor's load and nominal power, because it has no energy counter"
-    )
+    note = mix = ""
+    if not all(f.counted for f in found):
+        note = "estimated from the processor's load and nominal power, because it has no energy counter"
+        mix = f"{note}, and from the power mix of {country}"
     return [
         Quantity.of("energy", "J", (f.joules for f in found), note),
-        Quantity.of(
-            "CO2",
-            "mg",
-            (f.co2_milligrams for f in found),
-            note and f"{note}, and from the power mix of {country}",
-        ),
+        Quantity.of("CO2", "mg", (f.co2_milligrams for f in found), mix),
     ]
 
 
 def _timings(
     models: Sequence[nn.Module], example: Any, size: int, runtimes: Sequence[str], threads: int, repeats: int
 ) -> Iterator[Timing]:
+    """The milliseconds in each runtime, or the reason why a runtime cannot run the models."""
     for runtime in runtimes:
         try:
             runs: list[Inference] = [prepared(runtime, model, example, threads) for model in models]

@@ -11,11 +11,8 @@ from fairpruner.measuring.timing import Inference
 from fairpruner.terminal import silenced
 
 SECONDS = 4.0  # of running, at least: hardware counters change about once a second
-COUNTERS = (
-    "intel_rapl",
-    "intel_power_gadget",
-    "apple_powermetrics",
-)  # the modes in which CodeCarbon reads a counter of the processor; other modes are estimates
+# The modes in which CodeCarbon reads a counter of the processor; its other modes are estimates.
+COUNTERS = ("intel_rapl", "intel_power_gadget", "apple_powermetrics")
 
 
 @dataclass(frozen=True)
@@ -47,9 +44,8 @@ def energy_of(run: Inference, country: str) -> Energy:
         )
     modes = [getattr(part, "_mode", None) for part in tracker._hardware if type(part).__name__ == "CPU"]
     joules = 3.6e6 * tracker.final_emissions_data.energy_consumed / calls
-    return Energy(
-        joules, 1e6 * kilograms / calls, counted=bool(modes) and all(mode in COUNTERS for mode in modes)
-    )
+    counted = bool(modes) and all(mode in COUNTERS for mode in modes)
+    return Energy(joules, 1e6 * kilograms / calls, counted)
 
 
 def _tracker(country: str) -> Any:  # CodeCarbon has no types

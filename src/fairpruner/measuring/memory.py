@@ -45,26 +45,15 @@ def peak_resident(model: nn.Module, example: Any, threads: int) -> dict[str, int
         try:
             with warnings.catch_warnings(), torch.no_grad():
                 warnings.simplefilter("ignore")  # the exporter prints deprecation warnings about itself
-                torch.export.save(
-                    exported(
-                        _Tensors(model),
-                        {**example, "use_cache": False} if generates(model, example) else example,
-                    ),
-                    path,
-                )
+                given = {**example, "use_cache": False} if generates(model, example) else example
+                torch.export.save(exported(_Tensors(model), given), path)
         except Exception as error:  # the exporter raises exceptions of many classes
+            first_line = (str(error).strip().splitlines() or [""])[0]
             raise FairprunerError(
-                f"torch.export cannot export {type(model).__name__}:"
-                f" {(str(error).strip().splitlines() or [''])[0]}"
+                f"torch.export cannot export {type(model).__name__}: {first_line}"
             ) from error
-        command = [
-            sys.executable,
-            "-W",
-            "ignore",
-            str(Path(__file__).with_name("memory_process.py")),
-            str(path),
-            str(threads),
-        ]
+        program = Path(__file__).with_name("memory_process.py")
+        command = [sys.executable, "-W", "ignore", str(program), str(path), str(threads)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise FairprunerError(

@@ -1,6 +1,6 @@
 """A separate program that imports only torch, loads an exported model, runs it and prints its peak memory.
 
-python fresh.py MODEL.pt2 THREADS      ->  {"idle": bytes before loading, "peak": bytes at most}
+python memory_process.py MODEL.pt2 THREADS  ->  {"idle": bytes before loading, "peak": most bytes}
 """
 
 from __future__ import annotations

@@ -115,9 +115,9 @@ def _trials(spaces: Spaces) -> tuple[list[Ints], Ints]:
     orders = [removal_order(rng.random(space.size), space.groups) for space in spaces]
     sizes, least = (np.array([getattr(space, name) for space in spaces]) for name in ("size", "min_keep"))
     groups = np.array([space.groups for space in spaces])
-    wanted = [(np.full(sizes.size, share), 1) for share in SHARES] + [
-        (rng.uniform(0.25, 1.0, sizes.size), multiple) for multiple in RANDOM_TRIAL_MULTIPLES
-    ]
+    # (share to keep in each space, multiple that it is rounded to) of each trial
+    wanted = [(np.full(sizes.size, share), 1) for share in SHARES]
+    wanted += [(rng.uniform(0.25, 1.0, sizes.size), multiple) for multiple in RANDOM_TRIAL_MULTIPLES]
     columns = []
     for share, multiple in wanted:
         step = np.where([space.kind in ("channel", "hidden") for space in spaces], multiple, groups)
@@ -127,6 +127,7 @@ def _trials(spaces: Spaces) -> tuple[list[Ints], Ints]:
 
 
 def _removed(spaces: Spaces, orders: Sequence[Ints], depths: Ints) -> dict[str, list[int]]:
+    """The removed units of each space in one trial."""
     return {
         space.name: order[:depth].tolist() for space, order, depth in zip(spaces, orders, depths, strict=True)
     }
@@ -169,12 +170,12 @@ def _times(
         settle_memory()
         rounds = []
         for done in range(repeats + 1):
-            rounds.append(
-                [(timed(run), _profiled(model, example)) for run, model in zip(runs, models, strict=True)]
-            )
+            pairs = [(timed(run), _profiled(model, example)) for run, model in zip(runs, models, strict=True)]
+            rounds.append(pairs)
             progress(done, repeats)
-    # The first round was a warm-up.
-    whole, parts = (np.array([[pair[part] for pair in round] for round in rounds[1:]]) for part in (0, 1))
+    rounds = rounds[1:]  # the first round was a warm-up
+    whole = np.array([[milliseconds for milliseconds, _ in pairs] for pairs in rounds])  # [R, T]
+    parts = np.array([[operations for _, operations in pairs] for pairs in rounds])  # [R, T, O]
     return _typical(whole), _typical(parts)
 
 
@@ -183,6 +184,7 @@ def _typical(times: Floats) -> Floats:
 
     The scaling removes moments in which the machine was slower or faster for all models.
     """
-    pace = times.reshape(len(times), -1).sum(axis=1)
-    typical: Floats = np.median(times * (np.median(pace) / pace).reshape(-1, *[1] * (times.ndim - 1)), axis=0)
+    totals = times.reshape(len(times), -1).sum(axis=1)  # [R]
+    scale = (np.median(totals) / totals).reshape(-1, *[1] * (times.ndim - 1))
+    typical: Floats = np.median(times * scale, axis=0)
     return typical

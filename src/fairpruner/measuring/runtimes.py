@@ -1,4 +1,7 @@
-"""Runtimes: each prepares a model and an example into a call without arguments. To add one, add an entry."""
+"""Runtimes: each turns a model and an example into a call without arguments.
+
+To add a runtime, add an entry to RUNTIMES.
+"""
 
 from __future__ import annotations
 
@@ -75,6 +78,7 @@ RUNTIMES: dict[str, Prepare] = {
 
 
 def check_runtime(name: str) -> None:
+    """Refuse an unknown runtime."""
     if name not in RUNTIMES:
         raise unknown("runtime", name, RUNTIMES)
 
@@ -103,6 +107,7 @@ def exported(model: nn.Module, example: Any) -> torch.export.ExportedProgram:
 
 
 def _arguments(example: Any) -> dict[str, Any]:
+    """An example as positional and keyword arguments."""
     if hasattr(example, "items"):
         return {"args": (), "kwargs": dict(example)}
     return {"args": tuple(example) if isinstance(example, (tuple, list)) else (example,), "kwargs": {}}

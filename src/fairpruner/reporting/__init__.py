@@ -49,8 +49,12 @@ def report(
     >>> found.spaces[0].kept, found.diagnosis.optimal
     (2, True)
     """
-    scores = source if isinstance(source, Scores) else None if Path(source).is_dir() else Scores.load(source)
-    name = title or ("Scores" if isinstance(source, Scores) else Path(source).name)
+    if isinstance(source, Scores):
+        scores: Scores | None = source
+        name = title or "Scores"
+    else:
+        scores = None if Path(source).is_dir() else Scores.load(source)
+        name = title or Path(source).name
     numbers = read_numbers(measured or {})
     table = LatencyTable.load(latency) if isinstance(latency, (str, Path)) else latency
     if scores is not None:
@@ -62,9 +66,8 @@ def report(
             " give the scores instead of the folder."
         )
     folder = Path(str(source))
-    return Report(
-        name, _timed(_plan(folder), table), measured={**_measured_at_saving(folder), **numbers}, latency=table
-    )
+    numbers = {**_measured_at_saving(folder), **numbers}
+    return Report(name, _timed(_plan(folder), table), measured=numbers, latency=table)
 
 
 def _plan(plan: Plan | str | Path) -> Plan:

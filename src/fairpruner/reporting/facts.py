@@ -58,45 +58,39 @@ class ReportContent:
 
     @property
     def before(self) -> Mapping[str, float]:
+        """Metric -> amount of the original model."""
         return self.plan.original
 
     @property
     def after(self) -> Mapping[str, float]:
+        """Metric -> predicted amount of the smaller model."""
         return self.plan.predicted
 
     @cached_property
     def spaces(self) -> tuple[SpaceFacts, ...]:
         """One row per space, and a last row for the costs outside all spaces."""
         spaces, depths = self.plan.spaces, self.plan.depths
-        before = {
-            metric: costs_by_space(spaces, getattr(spaces.costs, metric), {})
-            for metric in ("params", "flops")
-        }
-        after = {
-            metric: costs_by_space(spaces, getattr(spaces.costs, metric), self.plan.removed)
-            for metric in ("params", "flops")
-        }
-        columns = {
-            metric: list(zip(before[metric].tolist(), after[metric].tolist(), strict=True))
-            for metric in before
-        }
+
+        def before_and_after(terms: Sequence[Term]) -> list[tuple[float, float]]:
+            costs = (costs_by_space(spaces, terms, removed) for removed in ({}, self.plan.removed))
+            return list(zip(*(cost.tolist() for cost in costs), strict=True))
+
+        # One entry for each space, and a last one for what is outside.
+        *params, params_outside = before_and_after(spaces.costs.params)
+        *flops, flops_outside = before_and_after(spaces.costs.flops)
         rows = [
-            SpaceFacts(s.name, s.kind, s.size, s.size - depths[s.name], params, flops)
-            for s, params, flops in zip(spaces, columns["params"], columns["flops"], strict=False)
+            SpaceFacts(space.name, space.kind, space.size, space.size - depths[space.name], *costs)
+            for space, *costs in zip(spaces, params, flops, strict=True)
         ]
-        return (*rows, SpaceFacts(OUTSIDE, "", 0, 0, columns["params"][-1], columns["flops"][-1]))
+        return (*rows, SpaceFacts(OUTSIDE, "", 0, 0, params_outside, flops_outside))
 
     @property
     def signals(self) -> Mapping[str, Any]:
         """The samples and the signals that the scores were made with; empty without scores."""
-        return (
-            {}
-            if self.scores is None
-            else {
-                "samples": self.scores.samples,
-                **dict(zip(("removal", "protection"), self.scores.active, strict=True)),
-            }
-        )
+        if self.scores is None:
+            return {}
+        removal, protection = self.scores.active
+        return {"samples": self.scores.samples, "removal": removal, "protection": protection}
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, ready for `json.dumps`."""
@@ -135,10 +129,10 @@ def costs_by_space(spaces: Spaces, terms: Sequence[Term], removed: Mapping[str, 
     lengths = shares.sum(axis=1)
     total = np.zeros(len(spaces) + 1)
     for term in terms:
-        cost = term.coefficient * math.prod(lengths[list(term.factors)].tolist())
-        total += (
-            cost * (shares[list(term.factors)] / lengths[list(term.factors), None]).mean(axis=0)
-            if term.factors
-            else cost * np.eye(len(total))[-1]
-        )
+        axes = list(term.factors)
+        cost = term.coefficient * math.prod(lengths[axes].tolist())
+        if axes:
+            total += cost * (shares[axes] / lengths[axes, None]).mean(axis=0)
+        else:
+            total[-1] += cost
     return total

@@ -10,9 +10,9 @@ import numpy as np
 from fairpruner.core.reading import read_json
 from fairpruner.errors import FairprunerError
 
-# model -> name of a number -> value: {"cut": {"accuracy": 0.91, "flops": 62e6}}
-LARGEST = 1e300  # of a finite number; a whole one may have any number of digits
+LARGEST = 1e300  # of a number; JSON allows whole numbers that no float can hold
 
+# model -> name of a number -> value: {"cut": {"accuracy": 0.91, "flops": 62e6}}
 NumbersByModel = Mapping[str, Mapping[str, float]]
 
 
@@ -29,11 +29,13 @@ def read_numbers(source: NumbersByModel | str | Path) -> NumbersByModel:
             ' "flops": 62e6}}.'
         )
     return {
-        model: {
-            name: value.item() if isinstance(value, np.generic) else value for name, value in numbers.items()
-        }
-        for model, numbers in found.items()
+        model: {name: _plain(value) for name, value in numbers.items()} for model, numbers in found.items()
     }
+
+
+def _plain(value: float) -> float:
+    """A number of numpy as one of Python."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def check_numbers(measured: NumbersByModel) -> None:

@@ -25,13 +25,8 @@ from fairpruner.core.writing import written_whole
 from fairpruner.reporting.facts import ReportContent
 
 STYLES = ("uPlot.min.css", "style.css")
-SCRIPTS = (
-    "uPlot.iife.min.js",
-    "allocation.js",
-    "charts.js",
-    "views.js",
-    "main.js",
-)  # in this order: each uses those before it
+# In this order, because each script uses those before it.
+SCRIPTS = ("uPlot.iife.min.js", "allocation.js", "charts.js", "views.js", "main.js")
 
 
 def write_page(report: ReportContent, path: str | Path) -> None:
@@ -42,14 +37,12 @@ def write_page(report: ReportContent, path: str | Path) -> None:
 
 def render_page(report: ReportContent) -> str:
     """The HTML text of the page."""
-    # A "<" in a script could end the script. JSON allows the escape everywhere.
-    data = json.dumps(payload(report), ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace(
-        "<", "\\u003c"
-    )
+    data = json.dumps(payload(report), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     parts = {
         "title": html.escape(report.title),
         "styles": "\n".join(map(_asset, STYLES)),
-        "data": data,
+        # A "<" inside a script could end it. JSON allows the escape everywhere.
+        "data": data.replace("<", "\\u003c"),
         "scripts": "\n".join(f"<script>\n{_asset(name)}</script>" for name in SCRIPTS),
     }
     page = _asset("page.html")
@@ -67,7 +60,12 @@ def payload(report: ReportContent) -> Json:
     plan, scores = report.plan, report.scores
     content = plan.to_json()
     del content["spaces"]
-    content.pop("tried", None)  # a plan chosen on the page is another one
+    content.pop("tried", None)  # plans that are chosen on the page were not searched
+    scored = stability = None
+    if scores is not None:
+        scored = [_ranking(scores, s, removal_order(scores.removal[s.name], s.groups)) for s in scores.spaces]
+    if report.diagnosis is not None:
+        stability = [[row.removal_stability, row.protection_stability] for row in report.diagnosis.spaces]
     return {
         "title": report.title,
         "version": version("fairpruner"),
@@ -76,17 +74,9 @@ def payload(report: ReportContent) -> Json:
         "plan": content,
         "tried": {"columns": COLUMNS, "rows": [trial.cells for trial in plan.tried]},
         "signals": dict(report.signals),
-        "scored": (
-            None
-            if scores is None
-            else [_ranking(scores, s, removal_order(scores.removal[s.name], s.groups)) for s in scores.spaces]
-        ),
+        "scored": scored,
         "given": _given(plan, scores),
-        "stability": (
-            None
-            if report.diagnosis is None
-            else [[row.removal_stability, row.protection_stability] for row in report.diagnosis.spaces]
-        ),
+        "stability": stability,
         "latency": None if report.latency is None else report.latency.to_json(),
         "measured": {model: dict(numbers) for model, numbers in report.measured.items()},
     }
@@ -97,9 +87,8 @@ def _given(plan: Plan, scores: Scores | None) -> list[Json] | None:
     orders = {space.name: plan_order(plan, space, scores) for space in plan.spaces}
     if scores is None:
         return [{"order": _packed(order, np.int32)} for order in orders.values()]
-    if all(
-        np.array_equal(orders[s.name], removal_order(scores.removal[s.name], s.groups)) for s in plan.spaces
-    ):
+    by_score = {s.name: removal_order(scores.removal[s.name], s.groups) for s in plan.spaces}
+    if all(np.array_equal(orders[name], by_score[name]) for name in orders):
         return None
     return [_ranking(scores, space, orders[space.name]) for space in plan.spaces]
 
@@ -112,22 +101,18 @@ def _ranking(scores: Scores, space: UnitSpace, order: Ints) -> Json:
     """
     removal, protection = scores.removal[space.name], scores.protection[space.name]
     halves = scores.halves.get(scores.active[0], {}).get(space.name)
+    same = None
+    if halves is not None:
+        # The overlap of the two halves' removal rankings is also a conflict curve: the units that the second
+        # half removes first take the role of the units to protect.
+        second = -_places(removal_order(halves[1], space.groups))
+        same = _steps(conflict_curve(halves[0], second, space.groups).overlaps)
     return {
         "order": _packed(order, np.int32),
         "removal": _packed(removal[order], np.float32),
         "protection": _packed(protection[order], np.float32),
         "steps": _steps(conflict_curve(_places(order), protection, space.groups).overlaps),
-        # The overlap of the two halves' removal rankings is also a conflict curve: the units that the second
-        # half removes first take the role of the units to protect.
-        "same": (
-            None
-            if halves is None
-            else _steps(
-                conflict_curve(
-                    halves[0], -_places(removal_order(halves[1], space.groups)), space.groups
-                ).overlaps
-            )
-        ),
+        "same": same,
     }
 
 
@@ -142,4 +127,5 @@ def _steps(overlaps: Ints) -> str:
 
 
 def _packed(values: NDArray[Any], dtype: type) -> str:
+    """Numbers as base64 of their little-endian bytes."""
     return base64.b64encode(values.astype(np.dtype(dtype).newbyteorder("<")).tobytes()).decode()

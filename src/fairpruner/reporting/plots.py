@@ -1,6 +1,4 @@
-"""The paper's figures as static images (extra `plots`): score distributions, profiles, tolerance curves,
-ablation curves.
-"""
+"""The paper's figures as static images; they need the extra `plots`."""
 
 from __future__ import annotations
 
@@ -27,19 +25,16 @@ if TYPE_CHECKING:
 __all__ = ["plot_ablation", "plot_profile", "plot_scores", "plot_tolerance", "save_figure"]
 
 FORMATS = (".png", ".svg", ".pdf")
-BLUE, VERMILION, GREEN, GREY = (
-    "#0072b2",
-    "#d55e00",
-    "#009e73",
-    "#8a949e",
-)  # the Okabe-Ito palette, distinguishable with any colour vision
-STYLES = tuple(
-    zip(
-        (BLUE, VERMILION, GREEN, "#cc79a7", "#e69f00", "#56b4e9"),
-        "osD^vP",
-        ("-", "--", "-.", ":", "-", "--"),
-        strict=True,
-    )
+# The Okabe-Ito palette, distinguishable with any colour vision.
+BLUE, VERMILION, GREEN, GREY = "#0072b2", "#d55e00", "#009e73", "#8a949e"
+# (colour, marker, line) of each curve.
+STYLES = (
+    (BLUE, "o", "-"),
+    (VERMILION, "s", "--"),
+    (GREEN, "D", "-."),
+    ("#cc79a7", "^", ":"),
+    ("#e69f00", "v", "-"),
+    ("#56b4e9", "P", "--"),
 )
 TOLERANCES = np.linspace(0, 0.99, 100)
 
@@ -58,21 +53,12 @@ def plot_scores(scores: Scores, spaces: Sequence[str] | None = None) -> Figure:
     2
     """
     names = scores.spaces.names
-    chosen = (
-        [scores.spaces[name].name for name in spaces]
-        if spaces
-        else list(dict.fromkeys((names[0], names[-1])))
-    )
+    chosen = [scores.spaces[name].name for name in spaces or dict.fromkeys((names[0], names[-1]))]
     figure = _figure(8, 2.6 * len(chosen))
     panels = figure.subplots(len(chosen), 2, squeeze=False)  # [spaces, signals]
     for row, name in zip(panels, chosen, strict=True):
-        for axes, signal, values, colour in zip(
-            row,
-            scores.active,
-            (scores.removal[name], scores.protection[name]),
-            (BLUE, VERMILION),
-            strict=True,
-        ):
+        by_side = (scores.removal[name], scores.protection[name])
+        for axes, signal, values, colour in zip(row, scores.active, by_side, (BLUE, VERMILION), strict=True):
             axes.stairs(np.sort(values), fill=True, color=colour)
             _label(axes, "units, sorted", "score", title=f"{name}: {signal}")
     return figure
@@ -200,6 +186,7 @@ def save_figure(figure: Figure, path: str | Path) -> None:
 
 
 def _figure(width: float, height: float) -> Figure:
+    """An empty figure; its size is in inches."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

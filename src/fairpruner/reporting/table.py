@@ -15,9 +15,7 @@ if TYPE_CHECKING:
 
 
 def report_tables(report: ReportContent) -> Group:
-    """Totals before and after, every space, what a search tried, the diagnosis, measured numbers, and spaces
-    left out.
-    """
+    """All tables of a report, from totals to measured numbers, and below them the spaces left out."""
     parts: list[RenderableType] = [_totals(report), _spaces(report)]
     if report.plan.tried:
         parts.append(trials_table(report.plan.tried))
@@ -31,12 +29,12 @@ def report_tables(report: ReportContent) -> Group:
 
 
 def trials_table(trials: Sequence[Trial]) -> Group:
-    """What a search compared, the chosen one marked."""
+    """The trials of a search, with a mark on the chosen one."""
     return table_of(
         f"Tried {len(trials)} repaired cuts",
         COLUMNS,
         [trial.cells for trial in trials],
-        notes=["Distance: from the original's outputs, on samples that no repair looked at."],
+        notes=["Distance: from the original's outputs, on samples that no repair used."],
     )
 
 
@@ -77,7 +75,7 @@ def _measured(report: ReportContent) -> Group:
 
 
 def _change(pair: tuple[float, float]) -> str:
-    # With one decimal, because halves must be visible for columns to add up.
+    # One decimal shows the halves of costs that two spaces share, so that columns add up.
     return " → ".join(f"{value:,.1f}".removesuffix(".0") for value in pair)
 
 
