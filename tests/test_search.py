@@ -18,7 +18,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import fairpruner as fp
 from fairpruner.demo import Digits, train
 from fairpruner.inputs.batches import read_batches
-from fairpruner.repair.tuning import _blocks, tune
+from fairpruner.repair import targets
+from fairpruner.repair.targets import Targets
+from fairpruner.repair.tuning import tune
 from fairpruner.search import Search, make_candidates, useful_removals
 from fairpruner.search.candidates import is_stream
 from fairpruner.search.judging import Judge
@@ -245,7 +247,8 @@ def test_tuning_brings_unseen_samples_nearer_and_leaves_no_trace(digits: Any) ->
     small = fp.repair(fp.cut(model, plan), model, plan, data, method="sequential").eval()
     tuned = copy.deepcopy(small)
     tuned.head.weight.requires_grad_(False)
-    tune(tuned, model, lambda: read_batches(data, CPU), epochs=4)
+    read = lambda: read_batches(data, CPU)  # noqa: E731
+    tune(tuned, Targets(tuned, model, read), read, epochs=4)
     judge = Judge(model, unseen, task="classification")
     assert judge.distance(tuned) < 0.8 * judge.distance(small)
     by_name = fp.repair(small, model, plan, data, method="tune")
@@ -263,19 +266,45 @@ def test_tuning_leaves_out_modules_that_moved_up_in_their_list() -> None:
     plan = fp.Plan.removing(spaces, {spaces[0].name: (0,)})
     small = fp.cut(model, plan)
     inside = next(f"{part.tensor}." for part in spaces[0].slices if part.tensor.endswith("experts"))
-    assert any(name.startswith(inside) for name in _blocks(model, model))
-    assert not any(name.startswith(inside) for name in _blocks(small, model))
+    blocks, same = (Targets(net, model, lambda: iter(())).blocks for net in (small, model))
+    assert any(name.startswith(inside) for name in same)
+    assert not any(name.startswith(inside) for name in blocks)
 
 
 def test_tuning_skips_narrow_numbers_and_cleans_up_after_a_failure(digits: Any) -> None:
     model, data, _ = digits
-    (note,) = tune(copy.deepcopy(model).bfloat16(), model, lambda: read_batches(data, CPU))
+    read, nothing = (lambda: read_batches(data, CPU)), (lambda: iter(()))
+    (note,) = tune(copy.deepcopy(model).bfloat16(), Targets(model, model, nothing), read)
     assert note.outcome == "skipped"
     assert "bfloat16" in note.reason
     small = copy.deepcopy(model)
+    wrong = lambda: read_batches([(torch.rand(4, 3), torch.arange(4))], CPU)  # noqa: E731
     with pytest.raises(fp.FairprunerError, match="does not fit the model"):
-        tune(small, model, lambda: read_batches([(torch.rand(4, 3), torch.arange(4))], CPU))
+        tune(small, Targets(small, model, nothing), wrong)
+    with pytest.raises(fp.FairprunerError, match="does not fit the model"):
+        Targets(small, model, wrong)
     assert not any(module._forward_hooks for net in (model, small) for module in net.modules())
+
+
+@pytest.mark.parametrize("room", [2**30, 200_000, 0])
+def test_targets_are_what_the_original_gives_held_or_not(
+    digits: Any, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, data, _ = digits
+    monkeypatch.setattr(targets, "MOST_HELD", room)
+    spaces = fp.discover(model, data[0][0][:1])
+    small = fp.cut(model, fp.Plan.removing(spaces, {"blocks.0.one": (1, 2), "blocks.2.one": (0,)}))
+    found = Targets(small, model, lambda: read_batches(data[:3], CPU))
+    assert (found.held == 1) == (room == 2**30)
+    chosen = torch.tensor([70, 3, 66])
+    shuffled = list(read_batches([data[1], data[0]], CPU))  # held for other samples at these places
+    with torch.no_grad():
+        for batch in (*read_batches(data[:3], CPU), *shuffled):
+            given = found.of(batch, chosen)
+            stem = model.stem(batch.inputs[chosen])
+            torch.testing.assert_close(given["blocks.0"][0], model.blocks[0](stem))
+            torch.testing.assert_close(given["blocks"][0], model.blocks(stem))
+            torch.testing.assert_close(given[""][0], model(batch.inputs[chosen]))
 
 
 class TwoInputs(nn.Module):

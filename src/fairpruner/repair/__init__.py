@@ -27,6 +27,7 @@ from fairpruner.repair.merging import merge_experts
 from fairpruner.repair.notes import Note, Repaired
 from fairpruner.repair.sequential import refit
 from fairpruner.repair.statistics import JUDGES, Statistics
+from fairpruner.repair.targets import Targets
 from fairpruner.repair.tensors import kept_by_dim, tensors_by_name
 from fairpruner.repair.tuning import tune
 from fairpruner.terminal import progress
@@ -39,7 +40,7 @@ METHODS: dict[str, Callable[[Job], list[Note]]] = {
     "merge": merge_experts,
     "experts": refit_experts,
     "batchnorm": reestimate,
-    "tune": lambda job: tune(job.small, job.model, job.read),
+    "tune": lambda job: tune(job.small, Targets(job.small, job.model, job.read), job.read),
 }
 
 COMPARED = 512  # predictions on which the loss is compared

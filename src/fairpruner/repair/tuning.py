@@ -1,8 +1,8 @@
 """Gradient steps on the calibration samples that bring a cut model's activations nearer to the original's.
 
 No labels are used: the target is what the original computes on the same samples. Where a block of both
-models (a module made of others: a residual block, an attention layer, the model itself) gives tensors of
-the same shape, the squared error between them is a term of the loss, as a share of the original's power.
+models gives tensors of the same shape, the squared error between them is a term of the loss, as a share of
+the original's power.
 Matching the activations of all blocks overfits a few thousand samples far less than matching logits.
 """
 
@@ -11,48 +11,39 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.hooks import RemovableHandle
 
 from fairpruner.inputs.batches import Batch, forward
 from fairpruner.inputs.tokens import counted_rows
-from fairpruner.models.calling import tensors_of
 from fairpruner.repair.notes import Note
+from fairpruner.repair.targets import SAMPLES, BlockOutputs, Outputs, Targets
 
 EPOCHS = 10
-SAMPLES = 64  # of one step, at most
 RATE = 1e-3  # of Adam at the start; a cosine leads it to zero
 WIDE = {torch.float32, torch.float64}  # narrower parameters would round the steps away
 
 
 def tune(
-    small: nn.Module, model: nn.Module, read: Callable[[], Iterator[Batch]], *, epochs: int = EPOCHS
+    small: nn.Module, targets: Targets, read: Callable[[], Iterator[Batch]], *, epochs: int = EPOCHS
 ) -> list[Note]:
-    """Train `small` in place towards the activations of `model`; batch norms keep their statistics."""
+    """Train `small` in place towards the original's activations; batch norms keep their statistics."""
     parameters = [p for p in small.parameters() if p.is_floating_point()]
     narrow = {str(p.dtype) for p in parameters} - set(map(str, WIDE))
     if narrow:
         return [Note("tune", "skipped", f"gradient steps need float32, found {', '.join(sorted(narrow))}")]
-    optimizer, blocks = torch.optim.Adam(parameters, RATE), _blocks(small, model)
+    optimizer = torch.optim.Adam(parameters, RATE)
     steps = epochs * sum(math.ceil(batch.size / SAMPLES) for batch in read())
     done = 0
-    with (
-        torch.enable_grad(),
-        _learning(parameters),
-        _BlockOutputs(model, blocks) as wanted,
-        _BlockOutputs(small, blocks) as given,
-    ):
+    with torch.enable_grad(), _learning(parameters), BlockOutputs(small, targets.blocks) as given:
         for epoch in range(epochs):
             for batch in read():
-                for part in _parts(batch, epoch):
-                    with torch.no_grad():
-                        forward(model, part)
+                for chosen in _parts(batch, epoch):
+                    part = batch.some(chosen)
                     forward(small, part)
-                    loss = _error(given.taken(), wanted.taken(), part)
+                    loss = _error(given.taken(), targets.of(batch, chosen), part)
                     if loss is None:
                         return [Note("tune", "skipped", "no block gives tensors of the original's shape")]
                     for group in optimizer.param_groups:
@@ -64,65 +55,20 @@ def tune(
     return [Note("tune", "repaired", f"{done} gradient steps towards the original's activations")]
 
 
-def _parts(batch: Batch, epoch: int) -> Iterator[Batch]:
-    """The samples of a batch, in another order each epoch, SAMPLES at a time."""
+def _parts(batch: Batch, epoch: int) -> Sequence[Tensor]:
+    """The indices of a batch's samples, in another order each epoch, SAMPLES at a time."""
     seed = torch.Generator().manual_seed(1_000_003 * epoch + batch.position)
-    for chosen in torch.randperm(batch.size, generator=seed).split(SAMPLES):
-        yield batch.some(chosen)
+    parts: Sequence[Tensor] = torch.randperm(batch.size, generator=seed).split(SAMPLES)
+    return parts
 
 
-def _blocks(small: nn.Module, model: nn.Module) -> list[str]:
-    """The modules made of others, the model itself first; in a list that lost modules the others moved up,
-    so that nothing inside it is the same module in both models.
-    """
-    shortened = tuple(
-        f"{name}."
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList)
-        and len(module) != len(list(small.get_submodule(name).children()))
-    )
-    return [
-        name
-        for name, module in small.named_modules()
-        if not name.startswith(shortened) and (not name or any(True for _ in module.children()))
-    ]
-
-
-class _BlockOutputs:
-    """The tensors that each block of a model gave, call by call, since they were last taken."""
-
-    def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:
-        self._blocks = {name: model.get_submodule(name) for name in blocks}
-        self._hooks: list[RemovableHandle] = []
-        self._seen: dict[str, list[Tensor]] = {}
-
-    def __enter__(self) -> _BlockOutputs:
-        self._hooks = [
-            module.register_forward_hook(
-                lambda module, args, output, name=name: self._seen.setdefault(name, []).extend(
-                    t for t in tensors_of(output) if t.is_floating_point()
-                )
-            )
-            for name, module in self._blocks.items()
-        ]
-        return self
-
-    def __exit__(self, *failure: Any) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-    def taken(self) -> dict[str, list[Tensor]]:
-        seen, self._seen = self._seen, {}
-        return seen
-
-
-def _error(given: dict[str, list[Tensor]], wanted: dict[str, list[Tensor]], batch: Batch) -> Tensor | None:
+def _error(given: Outputs, wanted: Outputs, batch: Batch) -> Tensor | None:
     """The mean over all tensors of the same shape of their squared error over the original's power."""
     pairs = {
         id(mine): (name, mine, theirs)
         for name, tensors in given.items()
         for mine, theirs in zip(tensors, wanted.get(name, []), strict=False)
-        if mine.shape == theirs.shape and mine.requires_grad
+        if mine is not None and theirs is not None and mine.shape == theirs.shape and mine.requires_grad
     }  # a block inside another may give the very same tensor
     terms = [_relative(mine, theirs, batch, name) for name, mine, theirs in pairs.values()]
     return torch.stack(terms).mean() if terms else None

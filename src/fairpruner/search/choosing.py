@@ -7,7 +7,8 @@ judge, and the winner is then tuned by gradient steps with the effort that is le
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,11 +18,12 @@ from torch import nn
 from fairpruner.core.budget import Budget
 from fairpruner.core.plan import Plan
 from fairpruner.core.trials import Trial
-from fairpruner.inputs.batches import read_batches
+from fairpruner.inputs.batches import Batch, read_batches
 from fairpruner.inputs.losses import Loss, Task
 from fairpruner.models.calling import evaluating
 from fairpruner.models.devices import device_of_model
 from fairpruner.repair import repair
+from fairpruner.repair.targets import Targets
 from fairpruner.repair.tuning import tune
 from fairpruner.search.candidates import Candidate
 from fairpruner.search.judging import Judge
@@ -37,6 +39,7 @@ NEAR = 1.5  # times the least distance: those farther away are not worth a whole
 PASSES = {"sequential": 5}  # that a repair costs; one for any other method
 JUDGING = 1 - FITTING  # passes: the cut model runs over the other samples; the original did so once
 MOST_EPOCHS = 60  # of tuning; more changed nothing
+LEAST_TUNING = 5  # passes below which it does not begin
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,9 +65,11 @@ class Search:
         costs = {**PASSES, "experts": 2 + blocks, "merge": 2 + blocks}  # they sweep once for each block
         return FITTING * sum(costs.get(method, 1) for method in self.methods(plan)) + JUDGING
 
-    def epoch(self, plan: Plan) -> float:
-        """Forward passes that an epoch of tuning costs: the original's, and three times the cut model's."""
-        return FITTING * (1 + 3 * plan.share("flops"))
+    def epoch(self, plan: Plan, held: float) -> float:
+        """Forward passes that an epoch of tuning costs: three times the cut model's, and the original's where
+        its activations are not held.
+        """
+        return FITTING * (1 - held + 3 * plan.share("flops"))
 
 
 def choose(
@@ -79,25 +84,24 @@ def choose(
     """
     fitting, judging = split(data, model)
     bench = _Bench(model, fitting, Judge(model, judging, task=search.task), search)
-    finalists = bench.screened(candidates)
-    best = min((bench.repaired(candidate, SHARES) for candidate in finalists), key=lambda one: one.distance)
-    epochs = min(MOST_EPOCHS, int((bench.left - JUDGING) / search.epoch(best.candidate.plan)))
-    if search.repair is None and epochs > 0:
-        best = min(best, bench.tuned(best, epochs), key=lambda one: one.distance)
-    plan, small = replace(best.candidate.plan, tried=bench.table(best.distance)), best.small
+    for candidate in bench.screened(candidates):
+        bench.repair(candidate, SHARES)
+    if search.repair is None and bench.left >= LEAST_TUNING:
+        bench.tune_best()
+    plan, small = replace(bench.best.candidate.plan, tried=bench.table()), bench.best.small
     if search.repair:  # no gradient step could overfit, so that no sample need stay unseen
         small = repair(cut(model, plan), model, plan, data, method=search.repair, loss=search.loss)
     return small, plan
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Repaired:
-    """A candidate's cut, repaired and judged."""
+    """A candidate's cut, repaired."""
 
     candidate: Candidate
     small: nn.Module
     method: str
-    distance: float
+    distance: float = math.inf  # until it is judged
 
 
 @dataclass(eq=False)
@@ -109,11 +113,17 @@ class _Bench:
     judge: Judge
     search: Search
     spent: float = PREPARING
+    whole: list[_Repaired] = field(default_factory=list)  # repaired on all samples: the best so far, or none
     trials: list[Trial] = field(default_factory=list)
 
     @property
     def left(self) -> float:
         return self.search.effort - self.spent
+
+    @property
+    def best(self) -> _Repaired:
+        (best,) = self.whole
+        return best
 
     def screened(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """The candidates that are worth a whole repair, the best first, for at most a third of what is left
@@ -138,14 +148,14 @@ class _Bench:
         if len(tried) == 1:
             return tried, [0.0]
         self._say("sums of the original")
-        screen = Screen(self.model, tried[0].plan.spaces, self.fitting, self.judge)
+        screen = Screen(self.model, tried[0].plan.spaces, self.fitting)
         self.spent += GATHERING
         distances = []
         for candidate in tried:
             self._say(f"{candidate.name}, repaired from sums")
-            distances.append(screen.distance(candidate.plan))
+            small = screen.repaired(candidate.plan)
             self.spent += EACH
-            self._note(candidate, METHOD, self.fitting, distances[-1])
+            distances.append(self._judge(_Repaired(candidate, small, METHOD), self.fitting))
         return tried, distances
 
     def _on_few_samples(
@@ -162,49 +172,56 @@ class _Bench:
         tried = candidates[: max(1, affordable(shares))]
         if len(tried) == 1:
             return tried, [0.0]
-        return tried, [self.repaired(candidate, shares).distance for candidate in tried]
+        return tried, [self.repair(candidate, shares) for candidate in tried]
 
-    def repaired(self, candidate: Candidate, shares: int) -> _Repaired:
-        """A candidate's cut, repaired on so many shares of the samples."""
+    def repair(self, candidate: Candidate, shares: int) -> float:
+        """Repair a candidate's cut on so many shares of the samples: its distance."""
         self._say(f"{candidate.name}, repaired on {shares}/{SHARES} of the samples")
         methods, plan = self.search.methods(candidate.plan), candidate.plan
-        small, part = cut(self.model, plan), self.fitting.share(shares)
+        small, part = cut(self.model, plan), self.fitting if shares == SHARES else self.fitting.share(shares)
         if methods:
             small = repair(small, self.model, plan, part, method=methods, loss=self.search.loss)
         self.spent += (self.search.passes(plan) - JUDGING) * shares / SHARES + JUDGING
-        return self._judged(candidate, small, "+".join(methods) or "none", part)
+        return self._judge(_Repaired(candidate, small, "+".join(methods) or "none"), part)
 
-    def tuned(self, one: _Repaired, epochs: int) -> _Repaired:
-        """The same after so many epochs of gradient steps."""
-        self._say(f"{one.candidate.name}, {epochs} epochs of gradient steps")
+    def tune_best(self) -> None:
+        """Take gradient steps from the best, for as many epochs as the effort allows."""
+        one = self.best
+        self._say(f"{one.candidate.name}, the original's activations")
         small = copy.deepcopy(one.small).eval()  # not `evaluating`, which would undo the steps
         device = device_of_model(self.model)
+
+        def read() -> Iterator[Batch]:
+            return read_batches(self.fitting, device, self.model)
+
         with torch.inference_mode(False), evaluating(self.model):
-            notes = tune(
-                small, self.model, lambda: read_batches(self.fitting, device, self.model), epochs=epochs
-            )
+            targets = Targets(small, self.model, read)
+            self.spent += FITTING + JUDGING
+            epoch = self.search.epoch(one.candidate.plan, targets.held)
+            epochs = max(1, min(MOST_EPOCHS, int(self.left / epoch)))
+            self._say(f"{one.candidate.name}, {epochs} epochs of gradient steps")
+            notes = tune(small, targets, read, epochs=epochs)
+        self.spent += epochs * epoch
         for before, module in zip(one.small.modules(), small.modules(), strict=True):
             module.training = before.training
-        if all(note.outcome == "skipped" for note in notes):
-            return one
-        self.spent += epochs * self.search.epoch(one.candidate.plan) + JUDGING
-        return self._judged(one.candidate, small, f"{one.method}+tune", self.fitting)
+        if any(note.outcome == "repaired" for note in notes):
+            self._judge(_Repaired(one.candidate, small, f"{one.method}+tune"), self.fitting)
 
-    def table(self, least: float) -> tuple[Trial, ...]:
+    def table(self) -> tuple[Trial, ...]:
         """All trials, those repaired at most expense first, the chosen one marked."""
         lines = sorted(self.trials, key=lambda t: (t.repair == METHOD, -t.samples, t.distance))
-        chosen = next(n for n, trial in enumerate(lines) if trial.distance == least)
+        chosen = next(n for n, trial in enumerate(lines) if trial.distance == self.best.distance)
         return tuple(replace(trial, chosen=n == chosen) for n, trial in enumerate(lines))
 
     def _say(self, step: str) -> None:
         announce(f"search, {self.spent:.0f} of {self.search.effort} passes: {step}")
 
-    def _judged(self, candidate: Candidate, small: nn.Module, method: str, part: SampleSet) -> _Repaired:
-        found = self.judge.distance(small)
-        self._note(candidate, method, part, found)
-        return _Repaired(candidate, small, method, found)
-
-    def _note(self, candidate: Candidate, method: str, part: SampleSet, distance: float) -> None:
+    def _judge(self, one: _Repaired, part: SampleSet) -> float:
+        """The distance of a cut repaired on these samples; the best of those on all samples is kept."""
+        one.distance, candidate = self.judge.distance(one.small), one.candidate
         kept = candidate.plan.share(self.search.keep.counted_in)
         made = candidate.removal, candidate.rule, candidate.spaces
-        self.trials.append(Trial(*made, method, part.samples, kept, distance))
+        self.trials.append(Trial(*made, one.method, part.samples, kept, one.distance))
+        if part is self.fitting:
+            self.whole = [min([*self.whole, one], key=lambda repaired: repaired.distance)]
+        return one.distance

@@ -1,4 +1,4 @@
-"""Judging many plans cheaply: one pass of the original gathers the sums that repair any of them."""
+"""Repairing many plans cheaply: one pass of the original gathers the sums that repair any of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from fairpruner.repair import Statistics
 from fairpruner.repair.batchnorm import reestimate
 from fairpruner.repair.job import Job
 from fairpruner.search.candidates import Candidate
-from fairpruner.search.judging import Judge
 from fairpruner.search.samples import JUDGED, SHARES, SampleSet
 from fairpruner.surgery import cut
 
@@ -38,16 +37,16 @@ def can_screen(candidates: Sequence[Candidate]) -> bool:
 
 
 class Screen:
-    """Cuts, repairs and judges plans of one model; no pass over all samples for each."""
+    """Cuts and repairs plans of one model; none takes a pass over all samples."""
 
-    def __init__(self, model: nn.Module, spaces: Spaces, fitting: SampleSet, judge: Judge) -> None:
-        self._model, self._judge, self._few = model, judge, fitting.share(NORMED)
+    def __init__(self, model: nn.Module, spaces: Spaces, fitting: SampleSet) -> None:
+        self._model, self._few = model, fitting.share(NORMED)
         self._statistics = Statistics(model, spaces, fitting)
 
-    def distance(self, plan: Plan) -> float:
-        """How far the cut is from the original after `least_squares` and `batchnorm`."""
+    def repaired(self, plan: Plan) -> nn.Module:
+        """The cut after `least_squares` and `batchnorm`."""
         small, _ = self._statistics.repair(cut(self._model, plan), plan)
         device = device_of_model(self._model)
         with torch.inference_mode(False), torch.no_grad(), in_eval_mode(small):
             reestimate(Job(small, self._model, plan, lambda: read_batches(self._few, device, self._model)))
-        return self._judge.distance(small)
+        return small
