@@ -1,0 +1,252 @@
+"""A whole zoo of models: what is found in each, what a cut of 40 % of every space keeps, and that it is right.
+
+    python benchmarks/zoo.py                      # every model that has no row yet
+    python benchmarks/zoo.py timm transformers    # only these groups
+    python benchmarks/zoo.py timm/beit --again    # one model, measured anew
+
+Each model runs alone in a process of its own, which may hold 8 GB. A row is written as soon as it is known, so
+a stopped run goes on where it stopped. Writes benchmarks/results/zoo.json; `python docs/prunable.py` makes
+docs/prunable.md of it.
+
+A row is *equal* if zeroing the removed units and cutting them gives the same output in float64 with random
+weights, and if params and FLOPs are as predicted. It is *saved* if a new process loads the cut model and
+computes what the first one computed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results" / "zoo.json"
+SHARE = 0.4  # of each space, removed at random
+MEMORY = 8 << 30
+TIMEOUT = 1800  # seconds for one model
+OUTPUT = "reaches the model's output"
+
+
+def examine(path: str, folder: Path) -> dict[str, Any]:
+    """All that the table says of one model; its cut and the cut's output are written to `folder`."""
+    import torch
+    import zoo_models
+    from safetensors.torch import save_file
+
+    import fairpruner as fp
+
+    build, example = zoo_models.find(path)
+    torch.manual_seed(0)
+    model, inputs = build().eval(), example()
+    forward = min(_processor_seconds(lambda: _outputs(model, inputs)) for _ in range(3))
+    row: dict[str, Any] = {"model": path, "input": _described(inputs), "forward_s": forward}
+    start = time.process_time()
+    try:
+        spaces = fp.discover(model, inputs)
+    except fp.FairprunerError as error:
+        if not str(error).startswith("There is nothing to prune"):
+            raise
+        return row | {"discovery_s": time.process_time() - start, "found": {}, "nothing": str(error)}
+    row["discovery_s"] = time.process_time() - start
+    row["found"] = {
+        kind: [len(sizes), sum(sizes)]
+        for kind in dict.fromkeys(space.kind for space in spaces)
+        if (sizes := [space.size for space in spaces if space.kind == kind])
+    }
+    row["left_out"] = Counter(_short(reason) for reason in spaces.left_out.values() if reason != OUTPUT)
+    plan = fp.Plan.removing(spaces, _some_units(spaces))
+    small = fp.cut(model, plan)
+    row["kept"] = {name: plan.predicted[name] / plan.original[name] for name in ("flops", "params")}
+    row["difference"], row["precision"] = _difference(model, plan, inputs)
+    predicted = [plan.predicted["params"], plan.predicted["flops"]]
+    counted = [fp.count_params(small), fp.count_flops(small, inputs)]
+    row["predicted"], row["counted"] = predicted, counted
+    row["equal"] = row["difference"] <= zoo_models.TOLERANCES[row["precision"]] and predicted == counted
+    fp.save(small, plan, folder / "model")
+    torch.manual_seed(0)
+    outputs = {str(n): t.contiguous().clone() for n, t in enumerate(_outputs(small, inputs))}
+    save_file(outputs, folder / "outputs.safetensors")
+    return row
+
+
+def check_loaded(path: str, folder: Path) -> bool:
+    """Whether the saved cut, loaded in this process, computes what it computed before it was saved."""
+    import torch
+    import zoo_models
+    from safetensors.torch import load_file
+
+    import fairpruner as fp
+
+    build, example = zoo_models.find(path)
+    torch.manual_seed(0)
+    build()  # draws the same random numbers as before the example
+    inputs = example()
+    small = fp.load(folder / "model", build=None if path.startswith("transformers/") else build).eval()
+    expected = load_file(folder / "outputs.safetensors")
+    torch.manual_seed(0)
+    found = _outputs(small, inputs)
+    return len(found) == len(expected) and all(
+        torch.allclose(tensor, expected[str(n)], rtol=1e-5, atol=1e-6, equal_nan=True)
+        for n, tensor in enumerate(found)
+    )
+
+
+def _difference(model: Any, plan: Any, inputs: Any) -> tuple[float, str]:
+    """How far mask and cut of the plan differ with random weights, as a share of the largest output, and in
+    which precision: float64 where the model runs in it.
+    """
+    import torch
+
+    import fairpruner as fp
+    from fairpruner.discovery.lively import lively
+    from fairpruner.models.narrowing import copy_with
+    from fairpruner.models.torch_private import tree_map_only
+
+    for dtype in (torch.float64, torch.float32):
+        fresh = copy_with(model, lambda name, tensor, dtype=dtype: lively(name, tensor, dtype)).eval()
+        cast = tree_map_only(
+            torch.Tensor, lambda t, dtype=dtype: t.to(dtype) if t.is_floating_point() else t, inputs
+        )
+        try:
+            masked = _outputs(fp.mask(fresh, plan), cast)
+        except (RuntimeError, TypeError, ValueError):
+            if dtype is torch.float32:
+                raise
+            continue
+        small = _outputs(fp.cut(fresh, plan), cast)
+        if [t.shape for t in masked] != [t.shape for t in small]:
+            return float("inf"), str(dtype).removeprefix("torch.")
+        shares = [
+            float((a - b).abs().max() / a.abs().max().clamp_min(1e-30))
+            for a, b in zip(masked, small, strict=True)
+            if a.is_floating_point() and a.numel()
+        ]
+        return max(shares), str(dtype).removeprefix("torch.")
+    raise AssertionError
+
+
+def _some_units(spaces: Any) -> dict[str, list[int]]:
+    """The share of every space that goes, drawn at random within the space's limits."""
+    import numpy as np
+
+    from fairpruner.core.tod import removal_order
+
+    rng = np.random.default_rng(0)
+    removed = {}
+    for space in spaces:
+        step = max(space.groups, space.multiple)
+        depth = min(round(space.size * SHARE), space.size - space.min_keep) // step * step
+        order = removal_order(np.argsort(rng.permutation(space.size)), space.groups)
+        removed[space.name] = order[:depth].tolist()
+    return removed
+
+
+def _outputs(model: Any, inputs: Any) -> list[Any]:
+    import torch
+
+    from fairpruner.models.calling import call, output_tensors
+
+    with torch.no_grad():
+        return list(output_tensors(call(model, inputs)))
+
+
+def _described(inputs: Any) -> str:
+    from fairpruner.models.calling import describe
+
+    return describe(inputs)
+
+
+def _short(reason: str) -> str:
+    """A reason without the numbers and the names of one place, so that equal reasons are counted together."""
+    reason = reason.split(" where the output")[0]
+    if reason.startswith("like "):
+        reason = reason.split(", ", 1)[1]
+    return "mask and cut differ" if reason.startswith("mask and cut differ") else reason
+
+
+def _processor_seconds(action: Any) -> float:
+    start = time.process_time()
+    action()
+    return time.process_time() - start
+
+
+def child(path: str, job: str, folder: str) -> None:
+    """One job on one model, in a process that this script started; prints its result as the last line."""
+    warnings.simplefilter("ignore")
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+    if job == "examine":
+        result: Any = examine(path, Path(folder))
+        result["peak_gb"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2)
+    else:
+        result = check_loaded(path, Path(folder))
+    print("\n" + json.dumps(result))
+
+
+def measure(path: str) -> dict[str, Any]:
+    """The row of one model, from child processes; what they raise is the row's `crash`."""
+    with tempfile.TemporaryDirectory() as folder:
+        row, error = _run(path, "examine", folder)
+        if row is None:
+            return {"model": path, "crash": error}
+        if "kept" in row:
+            saved, error = _run(path, "load", folder)
+            row["saved"] = bool(saved)
+            if saved is None:
+                row["load_error"] = error
+    return row
+
+
+def _run(path: str, job: str, folder: str) -> tuple[Any, str]:
+    command = [sys.executable, __file__, "--child", job, path, folder]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+    except subprocess.TimeoutExpired:
+        return None, f"took more than {TIMEOUT} s"
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        return None, lines[-1][:300]
+    return json.loads(done.stdout.strip().splitlines()[-1]), ""
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--child"]:
+        job, path, folder = sys.argv[2:5]
+        return child(path, job, folder)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("only", nargs="*", help="groups, or group/model")
+    parser.add_argument("--again", action="store_true", help="measure anew what has a row")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the file to read and write")
+    arguments = parser.parse_args()
+    import zoo_models
+
+    for path in zoo_models.paths(arguments.only):
+        if arguments.again or path not in _rows(arguments.results):
+            row = measure(path)
+            _write(arguments.results, {**_rows(arguments.results), path: row})
+            print(json.dumps(row), flush=True)
+
+
+def _rows(results: Path) -> dict[str, Any]:
+    """The rows of the file as it is now: another run may have written some meanwhile."""
+    return json.loads(results.read_text())["rows"] if results.exists() else {}
+
+
+def _write(results: Path, rows: dict[str, Any]) -> None:
+    fresh = results.with_suffix(".new")
+    content = {"command": "python benchmarks/zoo.py", "rows": rows}
+    fresh.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
+    os.replace(fresh, results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,260 @@
+"""The models of the zoo by group: how each is built with random weights, and an example to call it with.
+
+`group/model` names one. Libraries that are not installed leave their group out.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks")]
+
+from torchvision_shim import torchvision  # noqa: E402
+from zoo_transformers import TRANSFORMERS  # noqa: E402
+
+Entry = tuple[Callable[[], nn.Module], Callable[[], Any]]
+TOLERANCES = {"float64": 1e-8, "float32": 1e-4}
+NAMES = ROOT / "benchmarks" / "results" / "zoo_timm.json"  # timm's module -> its smallest model
+
+
+def paths(only: Sequence[str] = ()) -> Iterator[str]:
+    """`group/model` of the whole zoo, or of the groups and models named."""
+    for group, (names, _) in GROUPS.items():
+        if not only or any(group == wanted.partition("/")[0] for wanted in only):
+            found = (f"{group}/{name}" for name in names())
+            yield from (path for path in found if not only or group in only or path in only)
+
+
+def find(path: str) -> Entry:
+    """How to build a model of the zoo, and its example."""
+    group, _, name = path.partition("/")
+    return GROUPS[group][1](name)
+
+
+def image(size: int) -> Tensor:
+    return torch.randn(1, 3, size, size)
+
+
+# ── torchvision ─────────────────────────────────────────────────────────────────────────────────
+
+
+def _torchvision_names(package: str) -> list[str]:
+    module = getattr(torchvision.models, package) if package else torchvision.models
+    names = torchvision.models.list_models(module=module)
+    return [name for name in names if not name.startswith("quantized_")]
+
+
+def _torchvision(name: str) -> Entry:
+    fixed = {"inception_v3": 96, "alexnet": 80, "squeezenet1_0": 64, "squeezenet1_1": 64}
+    build = torchvision.models.get_model_builder(name)
+    options = {"init_weights": False} if name in ("googlenet", "inception_v3") else {}
+    size = fixed.get(name, 64)
+    if name.startswith("vit_"):
+        options, size = {"image_size": 64 if "_14" not in name else 56}, 64 if "_14" not in name else 56
+    if name.startswith("maxvit"):
+        size = 224
+    return functools.partial(build, weights=None, **options), lambda: image(size)
+
+
+def _detection(name: str) -> Entry:
+    _give_nms()
+    build = torchvision.models.get_model_builder(name)
+    options: dict[str, Any] = {"weights": None, "weights_backbone": None}
+    if not name.startswith("ssd"):
+        options |= {"min_size": 64, "max_size": 96}
+    return functools.partial(build, **options), lambda: ([torch.rand(3, 64, 80)],)
+
+
+def _segmentation(name: str) -> Entry:
+    build = torchvision.models.get_model_builder(name)
+    return functools.partial(build, weights=None, weights_backbone=None), lambda: image(64)
+
+
+def _video(name: str) -> Entry:
+    build = torchvision.models.get_model_builder(name)
+    fixed = {"mvit_v1_b": (16, 224), "mvit_v2_s": (16, 224), "s3d": (16, 64)}
+    frames, size = fixed.get(name, (8, 64))
+    return functools.partial(build, weights=None), lambda: torch.randn(1, 3, frames, size, size)
+
+
+@functools.cache
+def _give_nms() -> None:
+    """A plain non-maximum suppression for builds of torchvision that came without the compiled one."""
+
+    def nms(boxes: Tensor, scores: Tensor, threshold: float) -> Tensor:
+        overlap = torchvision.ops.box_iou(boxes, boxes)
+        kept: list[int] = []
+        for candidate in scores.argsort(descending=True, stable=True).tolist():
+            if all(overlap[candidate, other] <= threshold for other in kept):
+                kept.append(candidate)
+        return torch.tensor(kept, dtype=torch.int64)
+
+    if not torchvision.extension._has_ops():
+        torch.library.impl("torchvision::nms", "CPU", nms)
+        torchvision.extension._has_ops = lambda: False
+        torchvision.ops.boxes._assert_has_ops = lambda: None
+
+
+# ── timm ────────────────────────────────────────────────────────────────────────────────────────
+
+
+@functools.cache
+def _timm_smallest() -> dict[str, str]:
+    """The smallest model of every module of timm, by parameters; computed once and kept in a file."""
+    import json
+
+    import timm
+    from timm.models import list_modules
+
+    if NAMES.exists():
+        return json.loads(NAMES.read_text())
+    smallest = {}
+    for module in sorted(list_modules()):
+        sizes = {name: _params(name) for name in timm.list_models(module=module) if name[:5] != "test_"}
+        if sizes:
+            smallest[module] = min(sizes, key=lambda name: (sizes[name], name))
+    NAMES.write_text(json.dumps(smallest, indent=1) + "\n")
+    return smallest
+
+
+def _params(name: str) -> int:
+    import timm
+
+    try:
+        with torch.device("meta"):
+            model = timm.create_model(name)
+    except (NotImplementedError, RuntimeError):  # its initialisation reads values
+        model = timm.create_model(name)
+    return sum(p.numel() for p in model.parameters())
+
+
+def _timm(family: str) -> Entry:
+    """The smallest model of a family on the smallest of these images that it takes."""
+    import timm
+
+    name = _timm_smallest()[family]
+    given = timm.get_pretrained_cfg(name).input_size[-1]
+    for size in sorted({64, 96, 128, 192, 224, 256, given}):
+        for options in ({"img_size": size}, {}):
+            try:
+                model = timm.create_model(name, **options).eval()
+                with torch.no_grad():
+                    model(image(size))
+            except Exception:  # a model says in many ways that an image is too small
+                continue
+            return functools.partial(timm.create_model, name, **options), lambda size=size: image(size)
+    raise ValueError(f"{name} takes no image of up to {given} pixels")
+
+
+# ── small networks, transformers, experts ───────────────────────────────────────────────────────
+
+
+def _topology(name: str) -> Entry:
+    from zoo import SMALL
+
+    build, shape = SMALL[name]
+    return build, lambda: torch.randn(shape)
+
+
+def _topologies() -> list[str]:
+    from zoo import SMALL
+
+    return list(SMALL)
+
+
+def _transformers(name: str) -> Entry:
+    import transformers
+
+    made = TRANSFORMERS[name]
+
+    def build() -> nn.Module:
+        config = getattr(transformers, made.config)(**made.options())
+        model = getattr(transformers, made.model)(config)
+        return model.eval()
+
+    return build, made.example
+
+
+def _moe_names() -> list[str]:
+    from moe_zoo import FAMILIES, FURTHER
+
+    return [*FAMILIES, *FURTHER, "own_list"]
+
+
+def _moe(name: str) -> Entry:
+    from moe_zoo import moe, plain_example, plain_moe, tokens
+
+    if name == "own_list":
+        return plain_moe, plain_example
+    return functools.partial(moe, name), tokens
+
+
+# ── diffusion, YOLO, graphs ─────────────────────────────────────────────────────────────────────
+
+
+def _diffusers(name: str) -> Entry:
+    from zoo_diffusers import DIFFUSERS
+
+    return DIFFUSERS[name]
+
+
+def _diffusers_names() -> list[str]:
+    if importlib.util.find_spec("diffusers") is None:
+        return []
+    from zoo_diffusers import DIFFUSERS
+
+    return list(DIFFUSERS)
+
+
+def _yolo_names() -> list[str]:
+    found = importlib.util.find_spec("ultralytics") is not None
+    return ["yolov5n", "yolov8n", "yolov8n-seg", "yolo11n", "yolo12n"] if found else []
+
+
+def _yolo(name: str) -> Entry:
+    from ultralytics.nn.tasks import DetectionModel, SegmentationModel
+
+    kind = SegmentationModel if name.endswith("-seg") else DetectionModel
+
+    def build() -> nn.Module:
+        return kind(f"{name}.yaml", verbose=False).eval()
+
+    return build, lambda: image(64)
+
+
+def _graph_names() -> list[str]:
+    if importlib.util.find_spec("torch_geometric") is None:
+        return []
+    from zoo_graphs import GRAPHS
+
+    return list(GRAPHS)
+
+
+def _graph(name: str) -> Entry:
+    from zoo_graphs import GRAPHS
+
+    return GRAPHS[name]
+
+
+GROUPS: dict[str, tuple[Callable[[], list[str]], Callable[[str], Entry]]] = {
+    "topologies": (_topologies, _topology),
+    "torchvision": (functools.partial(_torchvision_names, ""), _torchvision),
+    "torchvision-detection": (functools.partial(_torchvision_names, "detection"), _detection),
+    "torchvision-segmentation": (functools.partial(_torchvision_names, "segmentation"), _segmentation),
+    "torchvision-video": (functools.partial(_torchvision_names, "video"), _video),
+    "timm": (lambda: list(_timm_smallest()), _timm),
+    "transformers": (lambda: list(TRANSFORMERS), _transformers),
+    "experts": (_moe_names, _moe),
+    "diffusers": (_diffusers_names, _diffusers),
+    "ultralytics": (_yolo_names, _yolo),
+    "graphs": (_graph_names, _graph),
+}
