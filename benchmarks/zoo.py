@@ -1,11 +1,11 @@
-"""A whole zoo of models: what is found in each, what a cut of 40 % of every space keeps, and that it is right.
+"""A zoo of models: what is found in each, what a cut of 40 % of every space keeps, and that it is right.
 
     python benchmarks/zoo.py                      # every model that has no row yet
     python benchmarks/zoo.py timm transformers    # only these groups
     python benchmarks/zoo.py timm/beit --again    # one model, measured anew
 
-Each model runs alone in a process of its own, which may hold 8 GB. A row is written as soon as it is known, so
-a stopped run goes on where it stopped. Writes benchmarks/results/zoo.json; `python docs/prunable.py` makes
+Each model runs alone in a process of its own, which may hold 8 GB. A row is written as soon as it is known,
+so a stopped run goes on where it stopped. Writes benchmarks/results/zoo.json; `python docs/prunable.py` makes
 docs/prunable.md of it.
 
 A row is *equal* if zeroing the removed units and cutting them gives the same output in float64 with random
@@ -17,16 +17,31 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import resource
-import subprocess
-import sys
 import tempfile
 import time
+import traceback
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import torch
+import zoo_models
+from safetensors.torch import load_file, save_file
+
+import fairpruner as fp
+from fairpruner.core.tod import removal_order
+from fairpruner.discovery.lively import lively
+from fairpruner.models.calling import call, describe, output_tensors
+from fairpruner.models.narrowing import copy_with
+from fairpruner.models.torch_private import tree_map_only
+
+torch.set_num_threads(1)
 
 RESULTS = Path(__file__).parent / "results" / "zoo.json"
 SHARE = 0.4  # of each space, removed at random
@@ -37,17 +52,11 @@ OUTPUT = "reaches the model's output"
 
 def examine(path: str, folder: Path) -> dict[str, Any]:
     """All that the table says of one model; its cut and the cut's output are written to `folder`."""
-    import torch
-    import zoo_models
-    from safetensors.torch import save_file
-
-    import fairpruner as fp
-
     build, example = zoo_models.find(path)
     torch.manual_seed(0)
     model, inputs = build().eval(), example()
     forward = min(_processor_seconds(lambda: _outputs(model, inputs)) for _ in range(3))
-    row: dict[str, Any] = {"model": path, "input": _described(inputs), "forward_s": forward}
+    row: dict[str, Any] = {"model": path, "input": describe(inputs), "forward_s": forward}
     start = time.process_time()
     try:
         spaces = fp.discover(model, inputs)
@@ -74,17 +83,12 @@ def examine(path: str, folder: Path) -> dict[str, Any]:
     torch.manual_seed(0)
     outputs = {str(n): t.contiguous().clone() for n, t in enumerate(_outputs(small, inputs))}
     save_file(outputs, folder / "outputs.safetensors")
+    row["peak_gb"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2)
     return row
 
 
 def check_loaded(path: str, folder: Path) -> bool:
     """Whether the saved cut, loaded in this process, computes what it computed before it was saved."""
-    import torch
-    import zoo_models
-    from safetensors.torch import load_file
-
-    import fairpruner as fp
-
     build, example = zoo_models.find(path)
     torch.manual_seed(0)
     build()  # draws the same random numbers as before the example
@@ -103,13 +107,6 @@ def _difference(model: Any, plan: Any, inputs: Any) -> tuple[float, str]:
     """How far mask and cut of the plan differ with random weights, as a share of the largest output, and in
     which precision: float64 where the model runs in it.
     """
-    import torch
-
-    import fairpruner as fp
-    from fairpruner.discovery.lively import lively
-    from fairpruner.models.narrowing import copy_with
-    from fairpruner.models.torch_private import tree_map_only
-
     for dtype in (torch.float64, torch.float32):
         fresh = copy_with(model, lambda name, tensor, dtype=dtype: lively(name, tensor, dtype)).eval()
         cast = tree_map_only(
@@ -135,10 +132,6 @@ def _difference(model: Any, plan: Any, inputs: Any) -> tuple[float, str]:
 
 def _some_units(spaces: Any) -> dict[str, list[int]]:
     """The share of every space that goes, drawn at random within the space's limits."""
-    import numpy as np
-
-    from fairpruner.core.tod import removal_order
-
     rng = np.random.default_rng(0)
     removed = {}
     for space in spaces:
@@ -150,18 +143,8 @@ def _some_units(spaces: Any) -> dict[str, list[int]]:
 
 
 def _outputs(model: Any, inputs: Any) -> list[Any]:
-    import torch
-
-    from fairpruner.models.calling import call, output_tensors
-
     with torch.no_grad():
         return list(output_tensors(call(model, inputs)))
-
-
-def _described(inputs: Any) -> str:
-    from fairpruner.models.calling import describe
-
-    return describe(inputs)
 
 
 def _short(reason: str) -> str:
@@ -178,48 +161,50 @@ def _processor_seconds(action: Any) -> float:
     return time.process_time() - start
 
 
-def child(path: str, job: str, folder: str) -> None:
-    """One job on one model, in a process that this script started; prints its result as the last line."""
-    warnings.simplefilter("ignore")
-    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
-    if job == "examine":
-        result: Any = examine(path, Path(folder))
-        result["peak_gb"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2)
-    else:
-        result = check_loaded(path, Path(folder))
-    print("\n" + json.dumps(result))
-
-
 def measure(path: str) -> dict[str, Any]:
-    """The row of one model, from child processes; what they raise is the row's `crash`."""
+    """The row of one model, from two processes; what they raise is the row's `crash` or `load_error`."""
     with tempfile.TemporaryDirectory() as folder:
-        row, error = _run(path, "examine", folder)
-        if row is None:
+        row, error = _apart(examine, path, Path(folder))
+        if error:
             return {"model": path, "crash": error}
         if "kept" in row:
-            saved, error = _run(path, "load", folder)
-            row["saved"] = bool(saved)
-            if saved is None:
+            row["saved"], error = _apart(check_loaded, path, Path(folder))
+            if error:
                 row["load_error"] = error
     return row
 
 
-def _run(path: str, job: str, folder: str) -> tuple[Any, str]:
-    command = [sys.executable, __file__, "--child", job, path, folder]
+def _apart(job: Callable[[str, Path], Any], path: str, folder: Path) -> tuple[Any, str]:
+    """What a job returns in a process of its own, and what went wrong there.
+
+    The process is a fork: libraries are imported once for the whole zoo, models are only ever built in forks.
+    """
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=_child, args=(job, path, folder, sender))
+    process.start()
+    sender.close()
+    answered = receiver.poll(TIMEOUT)
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
-    except subprocess.TimeoutExpired:
-        return None, f"took more than {TIMEOUT} s"
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        return None, lines[-1][:300]
-    return json.loads(done.stdout.strip().splitlines()[-1]), ""
+        result, error = receiver.recv() if answered else (None, f"took more than {TIMEOUT} s")
+    except EOFError:
+        result, error = None, "the process died"
+    process.kill()
+    process.join()
+    return result, error
+
+
+def _child(job: Callable[[str, Path], Any], path: str, folder: Path, sender: Any) -> None:
+    warnings.simplefilter("ignore")
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+    try:
+        sender.send((job(path, folder), ""))
+    except BaseException as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{Path(where.filename).name}:{where.lineno}"
+        sender.send((None, f"{type(error).__name__}: {str(error)[:300]} ({place})"))
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--child"]:
-        job, path, folder = sys.argv[2:5]
-        return child(path, job, folder)
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -227,8 +212,6 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="measure anew what has a row")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the file to read and write")
     arguments = parser.parse_args()
-    import zoo_models
-
     for path in zoo_models.paths(arguments.only):
         if arguments.again or path not in _rows(arguments.results):
             row = measure(path)

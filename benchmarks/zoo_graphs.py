@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch_geometric.nn import GAT, GCN, GIN, GraphSAGE, PNA, global_mean_pool
+from torch_geometric.nn import GAT, GCN, GIN, PNA, GraphSAGE, global_mean_pool
 
 
 class Classifier(nn.Module):

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,11 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks")]
 from torchvision_shim import torchvision  # noqa: E402
 from zoo_transformers import TRANSFORMERS  # noqa: E402
 
+LIBRARIES = {
+    "timm": ("timm",),
+    "transformers": ("transformers", "transformers.modeling_utils"),
+    "experts": ("transformers", "transformers.modeling_utils"),
+}
 Entry = tuple[Callable[[], nn.Module], Callable[[], Any]]
 TOLERANCES = {"float64": 1e-8, "float32": 1e-4}
 NAMES = ROOT / "benchmarks" / "results" / "zoo_timm.json"  # timm's module -> its smallest model
@@ -30,6 +36,8 @@ def paths(only: Sequence[str] = ()) -> Iterator[str]:
     """`group/model` of the whole zoo, or of the groups and models named."""
     for group, (names, _) in GROUPS.items():
         if not only or any(group == wanted.partition("/")[0] for wanted in only):
+            for library in LIBRARIES.get(group, ()):  # once, before processes are forked
+                importlib.import_module(library)
             found = (f"{group}/{name}" for name in names())
             yield from (path for path in found if not only or group in only or path in only)
 

@@ -120,7 +120,9 @@ def image_classifier(name: str, **options: Any) -> Family:
     return family(f"{name}ForImageClassification", name, options, pixels)
 
 
-def _image_and_text(images: Callable[[], Tensor], count: int, token: int, **more: Any) -> Callable[[], Example]:
+def _image_and_text(
+    images: Callable[[], Tensor], count: int, token: int, **more: Any
+) -> Callable[[], Example]:
     """An example with `count` image tokens before a few words."""
 
     def example() -> Example:
@@ -142,7 +144,9 @@ TRANSFORMERS: dict[str, Family] = {
         {"vocab_size": 99, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48},
     ),
     "electra": classifier("Electra", embedding_size=16),
-    "modernbert": classifier("ModernBert", **IDS, cls_token_id=1, sep_token_id=2, global_attn_every_n_layers=2),
+    "modernbert": classifier(
+        "ModernBert", **IDS, cls_token_id=1, sep_token_id=2, global_attn_every_n_layers=2
+    ),
     "mpnet": classifier("MPNet"),
     "roberta": classifier("Roberta"),
     "xlnet": family(
@@ -211,7 +215,15 @@ TRANSFORMERS: dict[str, Family] = {
     "gptj": family(
         "GPTJForCausalLM",
         "GPTJ",
-        {"vocab_size": 99, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 4, **IDS},
+        {
+            "vocab_size": 99,
+            "n_embd": 32,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 64,
+            "rotary_dim": 4,
+            **IDS,
+        },
     ),
     "granite": causal("Granite"),
     "llama": causal("Llama"),
@@ -266,7 +278,9 @@ TRANSFORMERS: dict[str, Family] = {
     ),
     # vision
     "beit": image_classifier("Beit", **VISION),
-    "convnext": image_classifier("ConvNext", hidden_sizes=[8, 12, 16, 20], depths=[1, 1, 1, 1], image_size=32),
+    "convnext": image_classifier(
+        "ConvNext", hidden_sizes=[8, 12, 16, 20], depths=[1, 1, 1, 1], image_size=32
+    ),
     "convnextv2": image_classifier(
         "ConvNextV2", hidden_sizes=[8, 12, 16, 20], depths=[1, 1, 1, 1], image_size=32
     ),
@@ -467,7 +481,12 @@ TRANSFORMERS: dict[str, Family] = {
     "detr": family(
         "DetrForObjectDetection",
         "Detr",
-        {**DETECTION, "use_timm_backbone": False, "use_pretrained_backbone": False, "backbone_config": RESNET},
+        {
+            **DETECTION,
+            "use_timm_backbone": False,
+            "use_pretrained_backbone": False,
+            "backbone_config": RESNET,
+        },
         lambda: pixels(64),
     ),
     "rt_detr": family(
