@@ -153,14 +153,25 @@ def _timm(family: str) -> Entry:
     given = timm.get_pretrained_cfg(name).input_size[-1]
     for size in sorted({64, 96, 128, 192, 224, 256, given}):
         for options in ({"img_size": size}, {}):
-            try:
-                model = timm.create_model(name, **options).eval()
-                with torch.no_grad():
-                    model(image(size))
-            except Exception:  # a model says in many ways that an image is too small
-                continue
-            return functools.partial(timm.create_model, name, **options), lambda size=size: image(size)
+            if _takes(name, options, size):
+                return functools.partial(timm.create_model, name, **options), lambda size=size: image(size)
     raise ValueError(f"{name} takes no image of up to {given} pixels")
+
+
+def _takes(name: str, options: dict[str, Any], size: int) -> bool:
+    """Whether a model of timm can be built with these options and takes an image of this size."""
+    import timm
+
+    for device in ("meta", "cpu"):  # no memory and no arithmetic, unless the model needs values
+        try:
+            with torch.device(device), torch.no_grad():
+                timm.create_model(name, **options).eval()(image(size))
+        except Exception as error:  # a model says in many ways that an image is too small
+            if device == "meta" and "meta" in str(error):
+                continue
+            return False
+        return True
+    return False
 
 
 # ── small networks, transformers, experts ───────────────────────────────────────────────────────

@@ -149,8 +149,4 @@ TIMM: dict[str, tuple[dict[str, Any], int]] = {
     "beit_base_patch16_224": ({"img_size": 64, "depth": 2, "embed_dim": 48, "num_heads": 4}, 64),
 }
 
-# Families whose attention reshapes to the width of its input, read from a tensor: their heads cannot go,
-# and
-# are left out.
-HEADS_FIXED = {"eva02_tiny_patch14_224", "beit_base_patch16_224"}
 WITHOUT_HEADS = {"convnext_tiny", "mixer_s32_224"}

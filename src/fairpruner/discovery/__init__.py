@@ -16,7 +16,7 @@ from fairpruner.discovery.costing import cost_model, operation_terms
 from fairpruner.discovery.couple import couple
 from fairpruner.discovery.routed import aligned, expert_space
 from fairpruner.discovery.trace import trace
-from fairpruner.discovery.verify import verify
+from fairpruner.discovery.verify import fit_heads, verify
 from fairpruner.errors import FairprunerError
 from fairpruner.models.experts import expert_blocks, plain_experts, unsupported_experts
 from fairpruner.models.fingerprint import fingerprint
@@ -94,6 +94,13 @@ def _sound(
     """The spaces whose cut is right, some of them coupled for that, and name -> reason for the others."""
     failed = verify(model, examples, spaces)
     sound = [space for space in spaces if space.name not in failed]
+    fitted = fit_heads(model, examples, [space for space in spaces if space.name in failed])
+    if fitted:
+        again = [fitted.get(space.name, space) for space in spaces if space in sound or space.name in fitted]
+        wrong = verify(model, examples, again)
+        sound = [space for space in again if space.name not in wrong]
+        failed = wrong | {name: reason for name, reason in failed.items() if name not in fitted}
+        spaces = [fitted.get(space.name, space) for space in spaces]
     coupled = couple([space for space in spaces if space.name in failed and space.kind != "expert"])
     if coupled:
         joined = {space.name: space for space, _ in coupled}

@@ -10,7 +10,7 @@ from torch import nn
 
 from fairpruner.core.arrays import Ints
 from fairpruner.core.units import Count, Kind, Role, Slice, UnitSpace
-from fairpruner.discovery.attributes import head_counts
+from fairpruner.discovery.heads import head_counts
 from fairpruner.discovery.ids import Partition, Usage
 from fairpruner.discovery.recorder import BLANK, SizeAttribute
 from fairpruner.discovery.trace import Trace

@@ -21,6 +21,7 @@ from fairpruner.core.arrays import Ints
 from fairpruner.core.tod import removal_order
 from fairpruner.core.units import UnitSpace
 from fairpruner.discovery.failing import first_line, raise_if_out_of_memory
+from fairpruner.discovery.heads import chosen_alike, other_choices
 from fairpruner.discovery.lively import lively_weights
 from fairpruner.discovery.watching import Visits, first_difference, watching_modules
 from fairpruner.models.calling import call, in_eval_mode, output_tensors
@@ -63,6 +64,23 @@ def verify(model: nn.Module, examples: Sequence[Any], spaces: Sequence[UnitSpace
         failed |= _still_failing(check, sound, again)
         sound += [space for space in again if space.name not in failed]
     return failed
+
+
+def fit_heads(model: nn.Module, examples: Sequence[Any], failed: Sequence[UnitSpace]) -> dict[str, UnitSpace]:
+    """Spaces of heads whose cut failed, by name, with other attributes that say their number: one space of
+    each form shows which attributes make its cut right.
+    """
+    fitted: dict[str, UnitSpace] = {}
+    forms: dict[object, list[UnitSpace]] = {}
+    for space in failed:
+        if space.kind == "head":
+            forms.setdefault(_form(space), []).append(space)
+    for spaces in forms.values():
+        check = Check(model, examples, spaces[:1])
+        chosen = next((s for s in other_choices(spaces[0], model) if check.failure([s]) is None), None)
+        if chosen is not None:
+            fitted |= {space.name: chosen_alike(chosen, space, model) for space in spaces}
+    return fitted
 
 
 def _still_failing(check: Check, sound: Sequence[UnitSpace], again: Sequence[UnitSpace]) -> dict[str, str]:

@@ -13,7 +13,7 @@ import copy
 import json
 import shutil
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -28,6 +28,9 @@ from fairpruner.files.shrunk_config import EXPERTS, shrunk
 from fairpruner.inputs import pruned_modeling
 from fairpruner.inputs.hugging_face import auto_classes, is_source, local_file, place_of
 from fairpruner.models.attention import STAND_INS
+from fairpruner.models.code_names import names_in_code
+from fairpruner.models.counts import IN_CONFIG
+from fairpruner.models.narrow_heads import NarrowHeads
 
 CONFIG, GENERATION, CODE = "config.json", "generation_config.json", "modeling_pruned.py"
 PREPROCESSING_FILES = (
@@ -78,7 +81,7 @@ def _write_code(small: Any, original: Any, config: Any, plan: Plan, folder: Path
     """A configuration that lists what differs from the original, and the code that builds it."""
     config.pruned = _differences(small, _built(original, config), plan)
     standing_in = any(
-        type(module) in STAND_INS.values() for module in small.modules()
+        type(module) in STAND_INS.values() or isinstance(module, NarrowHeads) for module in small.modules()
     )  # classes of fairpruner, not of transformers
     autos = [] if standing_in else auto_classes(original)
     if autos:
@@ -155,7 +158,7 @@ def _built(original: Any, config: Any) -> Any:
 
 def _differences(small: nn.Module, built: nn.Module, plan: Plan) -> dict[str, dict[str, Any]]:
     """Tensors of another shape, and the whole-number attributes that differ in what holds them or is
-    counted by the plan.
+    counted by the plan. An attribute that the code of its module never mentions makes no difference.
     """
     shapes = {name: list(tensor.shape) for name, tensor in built.state_dict().items()}
     tensors = {
@@ -164,18 +167,30 @@ def _differences(small: nn.Module, built: nn.Module, plan: Plan) -> dict[str, di
         if list(tensor.shape) != shapes.get(name)
     }
     holders = {name.rsplit(".", depth)[0] for name in tensors for depth in range(1, name.count(".") + 1)}
-    counted = {count.module for space in plan.spaces for count in space.counts}
+    counted = {(count.module, count.attribute) for space in plan.spaces for count in space.counts}
     modules = {}
-    for path in sorted(holders | counted):
-        before = vars(built.get_submodule(path))
+    for path in sorted(holders | {path for path, _ in counted}):
+        before = dict(_sizes(built.get_submodule(path)))
+        used = names_in_code(type(small.get_submodule(path)))
         changed = {
             name: value
-            for name, value in vars(small.get_submodule(path)).items()
-            if _is_size(value) and value != before.get(name)
+            for name, value in _sizes(small.get_submodule(path))
+            if value != before.get(name) and (used is None or name in used or (path, name) in counted)
         }
         if changed:
             modules[path] = changed
     return {"tensors": tensors, "modules": modules}
+
+
+def _sizes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The whole numbers that a module holds, and those of its configuration."""
+    yield from ((name, value) for name, value in vars(module).items() if _is_size(value))
+    config = vars(module).get("config")
+    yield from (
+        (f"{IN_CONFIG}{name}", value)
+        for name, value in getattr(config, "__dict__", {}).items()
+        if _is_size(value)
+    )
 
 
 def _is_size(value: Any) -> bool:

@@ -15,7 +15,7 @@ from torch import nn
 from fairpruner.errors import FairprunerError
 from fairpruner.inputs.pruned_modeling import pruned
 from fairpruner.inputs.shard_index import check_indexes
-from fairpruner.models.attention import STAND_INS
+from fairpruner.models.counts import accept_counts
 from fairpruner.models.transformers_private import classes_of
 
 PREFIX = "hf"
@@ -173,8 +173,7 @@ def _plain(model: Any) -> nn.Module:
     """The model with its original class, as `cut` would give it, without the settings that resized it."""
     model.__class__ = getattr(type(model), "unpruned", type(model))
     for path in getattr(model.config, "pruned", {"modules": {}})["modules"]:
-        module = model.get_submodule(path)
-        module.__class__ = STAND_INS.get(type(module), type(module))
+        accept_counts(model.get_submodule(path))
     for name in ("pruned", "auto_map"):
         model.config.__dict__.pop(name, None)
     return model  # type: ignore[no-any-return]

@@ -6,6 +6,7 @@ describe. It needs only torch and transformers.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from torch import nn
@@ -47,5 +48,10 @@ def resize(model: Any, sizes: Any) -> None:
             new = nn.Parameter(new, requires_grad=old.requires_grad)
         setattr(module, attribute, new)
     for path, attributes in sizes["modules"].items():
+        module = model.get_submodule(path)
         for attribute, value in attributes.items():
-            setattr(model.get_submodule(path), attribute, tuple(value) if isinstance(value, list) else value)
+            holder, _, name = attribute.rpartition(".")
+            if holder:  # a number of the module's configuration, which other modules share
+                setattr(module, holder, copy.copy(getattr(module, holder)))
+            target = getattr(module, holder) if holder else module
+            setattr(target, name, tuple(value) if isinstance(value, list) else value)

@@ -10,6 +10,7 @@ from torch import nn
 from fairpruner.core.plan import Plan
 from fairpruner.core.units import Count, Slice
 from fairpruner.errors import FairprunerError
+from fairpruner.models.counts import counted
 
 STEP = "Discover and score this model again."
 
@@ -48,7 +49,7 @@ def _check_slice(part: Slice, shapes: Mapping[str, tuple[int, ...]], space: str)
 def _check_count(count: Count, modules: Mapping[str, nn.Module], space: str) -> None:
     """Refuse a count unless the module itself holds a whole number of the expected size under that name."""
     module = modules.get(count.module)
-    value = None if module is None else vars(module).get(count.attribute)
+    value = None if module is None else counted(module, count.attribute, count.owner.size)
     if type(value) is not int or value != count.owner.size:
         raise FairprunerError(
             f"Space {space!r} of the plan counts {count.owner.size} with the attribute"

@@ -11,8 +11,8 @@ from torch import nn
 
 from fairpruner.core.arrays import Ints
 from fairpruner.core.units import Slice, UnitSpace
-from fairpruner.models.attention import STAND_INS
 from fairpruner.models.calling import tensors_of
+from fairpruner.models.counts import set_count
 from fairpruner.models.silencing import close
 
 Change = Callable[[str, torch.Tensor], torch.Tensor]
@@ -60,9 +60,8 @@ def cut_units(
 
     small = copy_with(model, narrow)
     for (path, attribute), masks in counts.items():
-        module = small.get_submodule(path)
-        setattr(module, attribute, int((~np.logical_or.reduce(masks)).sum()))
-        module.__class__ = STAND_INS.get(type(module), type(module))
+        kept = ~np.logical_or.reduce(masks)
+        set_count(small.get_submodule(path), attribute, int(kept.sum()), before=kept.size)
     _update_attributes(model, small)
     for path, module in list(small.named_modules()):
         if isinstance(module, nn.ModuleList) and path in keep:

@@ -1,0 +1,94 @@
+"""Attention code that takes the width of its heads from the width of its input, with fewer heads.
+
+Such code reads `B, N, C = x.shape` and later reshapes what its heads return to `(B, N, C)`. With fewer heads
+that is too wide. After a cut, the module keeps its code and gets a class in which its input says the width of
+the heads that are left.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+HEADS_WIDTH = "heads_width"  # the attribute that holds the width of all heads together after a cut
+_SIZES = (Tensor.shape.__get__, Tensor.size)  # type: ignore[attr-defined]  # a property of the C++ class
+_RESHAPES = (Tensor.reshape, Tensor.view, torch.reshape)
+
+
+class NarrowHeads(nn.Module):
+    """A module whose inputs of width `input_width` say that they are `heads_width` wide."""
+
+    input_width: int
+    heads_width: int
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        wide = [
+            t
+            for t in (*inputs, *options.values())
+            if isinstance(t, Tensor) and t.ndim and t.shape[-1] == self.input_width
+        ]
+        with _SayingHeadsWidth(wide, self.input_width, self.heads_width):
+            return super().forward(*inputs, **options)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Classes made while a program runs cannot be pickled by name."""
+        return _rebuilt, (type(self).__mro__[2], self.__dict__)
+
+
+class _SayingHeadsWidth(TorchFunctionMode):
+    """Inside, some tensors say another last dimension, and reshapes that thereby fail take the true one."""
+
+    def __init__(self, wide: Sequence[Tensor], true: int, said: int) -> None:
+        super().__init__()
+        self._wide, self._true, self._said = wide, true, said
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _RESHAPES:
+            return func(args[0], self._fitting(args[0], kwargs.get("shape", args[1:])))
+        result = func(*args, **kwargs)
+        if func in _SIZES and any(args[0] is t for t in self._wide):
+            return self._told(result)
+        return result
+
+    def _told(self, size: Any) -> Any:
+        if isinstance(size, torch.Size):
+            return torch.Size([*size[:-1], self._said])
+        return self._said if size == self._true else size
+
+    def _fitting(self, tensor: Tensor, shape: Sequence[Any]) -> list[Any]:
+        sizes: list[Any] = (
+            list(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else list(shape)
+        )
+        if -1 not in sizes and math.prod(sizes) != tensor.numel():
+            sizes = [self._true if size == self._said else size for size in sizes]
+        return sizes
+
+
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def narrow_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class with the same code whose heads may be narrower than its input.
+
+    >>> narrow_class(nn.Linear).__name__, narrow_class(narrow_class(nn.Linear)).__name__
+    ('NarrowLinear', 'NarrowLinear')
+    """
+    if issubclass(cls, NarrowHeads):
+        return cls
+    if cls not in _CLASSES:
+        _CLASSES[cls] = type(f"Narrow{cls.__name__}", (NarrowHeads, cls), {"__module__": cls.__module__})
+    return _CLASSES[cls]
+
+
+def _rebuilt(cls: type[nn.Module], state: dict[str, Any]) -> nn.Module:
+    module = cls.__new__(narrow_class(cls))
+    module.__dict__ = state
+    return module
