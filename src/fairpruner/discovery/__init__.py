@@ -10,13 +10,11 @@ from torch import nn
 
 from fairpruner.core.cost_model import CostModel, Factor, Term
 from fairpruner.core.spaces import Spaces
-from fairpruner.core.units import UnitSpace
 from fairpruner.discovery.assemble import as_data_flows, assemble, module_of
 from fairpruner.discovery.costing import cost_model, operation_terms
-from fairpruner.discovery.couple import couple
 from fairpruner.discovery.routed import aligned, expert_space
 from fairpruner.discovery.trace import trace
-from fairpruner.discovery.verify import fit_heads, verify
+from fairpruner.discovery.verify import verify
 from fairpruner.errors import FairprunerError
 from fairpruner.models.experts import expert_blocks, plain_experts, unsupported_experts
 from fairpruner.models.fingerprint import fingerprint
@@ -71,7 +69,7 @@ def _discover(
     chosen = Spaces(
         tuple(as_data_flows((*found, *removable), seen)), left_out, CostModel((), (), ()), fingerprint(model)
     ).only(kinds, skip)
-    sound, failed = _sound(model, examples, chosen.items)
+    sound, failed = verify(model, examples, chosen.items)
     left_out = {**chosen.left_out, **failed}
     if not sound:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in list(left_out.items())[:5])
@@ -86,30 +84,6 @@ def _discover(
         costs=cost_model(seen, sound, model),
         examples=record(list(examples)),
     )
-
-
-def _sound(
-    model: nn.Module, examples: Sequence[Any], spaces: Sequence[UnitSpace]
-) -> tuple[list[UnitSpace], dict[str, str]]:
-    """The spaces whose cut is right, some of them coupled for that, and name -> reason for the others."""
-    failed = verify(model, examples, spaces)
-    sound = [space for space in spaces if space.name not in failed]
-    fitted = fit_heads(model, examples, [space for space in spaces if space.name in failed])
-    if fitted:
-        again = [fitted.get(space.name, space) for space in spaces if space in sound or space.name in fitted]
-        wrong = verify(model, examples, again)
-        sound = [space for space in again if space.name not in wrong]
-        failed = wrong | {name: reason for name, reason in failed.items() if name not in fitted}
-        spaces = [fitted.get(space.name, space) for space in spaces]
-    coupled = couple([space for space in spaces if space.name in failed and space.kind != "expert"])
-    if coupled:
-        joined = {space.name: space for space, _ in coupled}
-        again = [joined.get(space.name, space) for space in spaces if space.name in joined or space in sound]
-        wrong = verify(model, examples, again)
-        sound = [space for space in again if space.name not in wrong]
-        absorbed = {name for space, names in coupled if space.name not in wrong for name in names}
-        failed = {name: reason for name, reason in {**wrong, **failed}.items() if name not in absorbed}
-    return sound, failed
 
 
 def operation_costs(model: nn.Module, example: Any, spaces: Spaces) -> tuple[list[Factor], list[Term]]:

@@ -16,11 +16,13 @@ def couple(spaces: Sequence[UnitSpace]) -> list[tuple[UnitSpace, list[str]]]:
     A block that chunks its input into halves works as long as both halves lose the same number of units:
     unit j of the coupled space is the j-th of every part.
     """
-    families: dict[tuple[str, int, int], list[UnitSpace]] = {}
+    families: list[tuple[set[tuple[str, int]], list[UnitSpace]]] = []  # what each writes, and its spaces
     for space in spaces:
-        producer = space.slices_of("write")[0]
-        families.setdefault((producer.tensor, producer.dim, space.size), []).append(space)
-    return [(_joined(parts), [p.name for p in parts]) for parts in families.values() if len(parts) > 1]
+        written = {(part.tensor, part.dim) for part in space.slices_of("write")}
+        mine = [f for f in families if f[0] & written and f[1][0].size == space.size]
+        families = [f for f in families if not any(f is other for other in mine)]
+        families.append((written.union(*(f[0] for f in mine)), [*(s for f in mine for s in f[1]), space]))
+    return [(_joined(parts), [p.name for p in parts]) for _, parts in families if len(parts) > 1]
 
 
 def _joined(parts: Sequence[UnitSpace]) -> UnitSpace:

@@ -15,12 +15,12 @@ import numpy as np
 from torch import nn
 
 from fairpruner.core.arrays import Ints
-from fairpruner.core.spaces import Count, UnitSpace
+from fairpruner.core.units import Count, UnitSpace
 from fairpruner.models.attention import STAND_INS
 from fairpruner.models.code_names import names_in_code
-from fairpruner.models.narrow_heads import HEADS_WIDTH
+from fairpruner.models.narrow_heads import HEADS_WIDTHS
 
-TRIALS = 12  # choices of attributes that are tried before heads are left out
+TRIALS = 8  # choices of attributes that are tried before heads are left out
 SIZES = ("dim", "size", "width", "channels")  # words in the name of an attribute that is no number of heads
 
 
@@ -38,36 +38,42 @@ def head_counts(space: UnitSpace, model: nn.Module) -> tuple[Count, ...]:
 
 
 def other_choices(space: UnitSpace, model: nn.Module) -> Iterator[UnitSpace]:
-    """The space with other attributes than the first guess: the nearest choices first, then with code that
-    takes the width of the heads from the width of its input.
+    """The space with other attributes than the first guess, the nearest choices first; each also with code
+    that takes the width of the heads from the width of its input.
     """
-    places = list(dict.fromkeys(_place(candidate.count) for candidate in _candidates(space, model)))
-    flips = [
-        frozenset(flipped) for changes in range(len(places) + 1) for flipped in combinations(places, changes)
-    ][:TRIALS]
-    for flipped in flips[1:]:
-        yield _with(space, model, flipped)
-    narrow = _narrowed(space)
-    for flipped in flips if narrow else ():
+    places = list(dict.fromkeys(_place(candidate.count) for candidate in _free(space, model)))
+    flips = [set(f) for changes in range(len(places) + 1) for f in combinations(places, changes)]
+    for flipped in flips[:TRIALS]:
         chosen = _with(space, model, flipped)
-        yield replace(chosen, counts=(*chosen.counts, *narrow))
-
-
-def _with(space: UnitSpace, model: nn.Module, flipped: Collection[tuple[str, str]]) -> UnitSpace:
-    """The space with the first guess changed at some places."""
-    candidates = _candidates(space, model)
-    others = tuple(count for count in space.counts if not any(_same(count, c.count) for c in candidates))
-    chosen = tuple(c.count for c in candidates if c.guessed != (_place(c.count) in flipped))
-    return replace(space, counts=others + chosen)
+        if len(chosen.counts) != len(space.counts) or flipped:
+            yield chosen
+        for narrow in _narrowed(space):
+            yield replace(chosen, counts=(*chosen.counts, narrow))
 
 
 def chosen_alike(chosen: UnitSpace, space: UnitSpace, model: nn.Module) -> UnitSpace:
     """The space with the attributes that were chosen for a space at a corresponding place."""
     places = {_place(count) for count in chosen.counts}
-    flipped = {_place(c.count) for c in _candidates(space, model) if c.guessed != (_place(c.count) in places)}
+    flipped = {_place(c.count) for c in _free(space, model) if c.guessed != (_place(c.count) in places)}
     alike = _with(space, model, flipped)
-    narrow = _narrowed(space) if any(c.attribute == HEADS_WIDTH for c in chosen.counts) else ()
+    narrow = tuple(c for c in _narrowed(space) if c.attribute in {count.attribute for count in chosen.counts})
     return replace(alike, counts=(*alike.counts, *narrow))
+
+
+def _with(space: UnitSpace, model: nn.Module, flipped: Collection[tuple[str, str]]) -> UnitSpace:
+    """The space with the first guess changed at some places."""
+    free = _free(space, model)
+    fixed = tuple(count for count in space.counts if not any(_same(count, c.count) for c in free))
+    return replace(
+        space, counts=fixed + tuple(c.count for c in free if c.guessed != (_place(c.count) in flipped))
+    )
+
+
+def _free(space: UnitSpace, model: nn.Module) -> list[Candidate]:
+    """The candidates that a choice may change: not what tracing found to be a count."""
+    found = _candidates(space, model)
+    traced = [c for c in space.counts if not any(_same(c, other.count) and other.guessed for other in found)]
+    return [c for c in found if not any(_same(c.count, count) for count in traced)]
 
 
 def _place(count: Count) -> tuple[str, str]:
@@ -97,7 +103,9 @@ def _candidates(space: UnitSpace, model: nn.Module) -> list[Candidate]:
             a_size = any(word in name for word in SIZES)
             if (owner := _widths(space, value)) is not None:
                 found.append(Candidate(Count(path, attribute, owner), a_size))
-            elif (owner := _shares(space.size, value)) is not None:
+            elif (owner := _shares(space.size, value)) is not None and (
+                space.kind == "head" or value == space.size
+            ):
                 guessed = not a_size and ("head" in name or value == space.size)
                 found.append(Candidate(Count(path, attribute, owner), guessed))
     return found
@@ -114,10 +122,23 @@ def _whole_numbers(module: nn.Module) -> Iterator[tuple[str, int]]:
 
 
 def _nearby(space: UnitSpace) -> Iterator[str]:
+    """The modules that hold slices of a space, up to two around each, and the one around all of them."""
     for part in space.slices:
         holder = part.tensor.rpartition(".")[0]
-        yield holder
-        yield holder.rpartition(".")[0]
+        above = holder.rpartition(".")[0]
+        yield from (holder, above)
+        yield from [above.rpartition(".")[0]] if "." in above else []
+    yield from [around] if (around := _around(space)) else []
+
+
+def _around(space: UnitSpace) -> str:
+    """The path of the innermost module that holds all slices of a space."""
+    holders = [part.tensor.split(".")[:-1] for part in space.slices]
+    common = holders[0]
+    for holder in holders[1:]:
+        same = [a == b for a, b in zip(common, holder, strict=False)]
+        common = common[: same.index(False) if False in same else len(same)]
+    return ".".join(common)
 
 
 def _shares(units: int, value: int) -> Ints | None:
@@ -135,12 +156,11 @@ def _widths(space: UnitSpace, value: int) -> Ints | None:
 
 
 def _narrowed(space: UnitSpace) -> tuple[Count, ...]:
-    """The width of all heads as a count of the module that holds their projections."""
-    holders = [part.tensor.split(".")[:-1] for part in space.slices]
-    common = holders[0]
-    for holder in holders[1:]:
-        length = next((n for n, (a, b) in enumerate(zip(common, holder, strict=False)) if a != b), None)
-        common = common[: min(len(common), len(holder)) if length is None else length]
+    """The width of all heads as a count of the module that holds their projections: one for each dimension
+    of its input that the code may take it from.
+    """
     reading = [part.owner for part in space.slices_of("read") if (part.owner >= 0).all()]
-    path = ".".join(common)
-    return () if not reading or not path else (Count(path, HEADS_WIDTH, reading[-1]),)
+    around = _around(space)
+    if space.kind != "head" or not around or not reading:
+        return ()
+    return tuple(Count(around, attribute, max(reading, key=len)) for attribute in HEADS_WIDTHS)

@@ -8,7 +8,7 @@ again later, one form at a time, so that a fault repeated in fifty blocks costs 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -20,6 +20,7 @@ from torch import nn
 from fairpruner.core.arrays import Ints
 from fairpruner.core.tod import removal_order
 from fairpruner.core.units import UnitSpace
+from fairpruner.discovery.couple import couple
 from fairpruner.discovery.failing import first_line, raise_if_out_of_memory
 from fairpruner.discovery.heads import chosen_alike, other_choices
 from fairpruner.discovery.lively import lively_weights
@@ -49,52 +50,76 @@ class Failure:
     path: str | None = None
 
 
-def verify(model: nn.Module, examples: Sequence[Any], spaces: Sequence[UnitSpace]) -> dict[str, str]:
-    """Name -> reason for each space whose cut fails or differs from its mask."""
+def verify(
+    model: nn.Module, examples: Sequence[Any], spaces: Sequence[UnitSpace]
+) -> tuple[list[UnitSpace], dict[str, str]]:
+    """The spaces whose cut is right, some of them changed or coupled for that, and name -> reason for the
+    others.
+    """
     check = Check(model, examples, spaces)
-    sound, aside = list(spaces), set[str]()
+    sound, aside = _set_aside(check, spaces)
+    joined = couple([space for space in aside if space.kind != "expert"])
+    right = [s for form in _by_form([space for space, _ in joined]) for s in _right(check, form, {})]
+    names = {space.name for space in right}
+    absorbed = {name for space, parts in joined if space.name in names for name in parts}
+    failed: dict[str, str] = {}
+    for form in _by_form([space for space in aside if space.name not in absorbed]):
+        right += _right(check, form, failed)
+    if right:
+        sound += _right_together(check, sound, right, failed)
+    places = {space.name: place for place, space in enumerate(spaces)}
+    return sorted(sound, key=lambda space: places[space.name]), failed
+
+
+def _set_aside(check: Check, spaces: Sequence[UnitSpace]) -> tuple[list[UnitSpace], list[UnitSpace]]:
+    """Spaces that are right together, and those of the forms that failures pointed to."""
+    sound, aside = list(spaces), set[object]()
     while sound and (failure := check.failure(sound)):
         blamed = _blamed(failure, sound) or [_first_failing(check, [], sound, failure)[0]]
-        forms = {_form(space) for space in blamed}
-        aside |= {space.name for space in sound if _form(space) in forms}
-        sound = [space for space in sound if space.name not in aside]
-    failed: dict[str, str] = {}
-    for form in dict.fromkeys(_form(space) for space in spaces if space.name in aside):
-        again = [space for space in spaces if space.name in aside and _form(space) == form]
-        failed |= _still_failing(check, sound, again)
-        sound += [space for space in again if space.name not in failed]
-    return failed
+        aside |= {_form(space) for space in blamed}
+        sound = [space for space in sound if _form(space) not in aside]
+    return sound, [space for space in spaces if _form(space) in aside]
 
 
-def fit_heads(model: nn.Module, examples: Sequence[Any], failed: Sequence[UnitSpace]) -> dict[str, UnitSpace]:
-    """Spaces of heads whose cut failed, by name, with other attributes that say their number: one space of
-    each form shows which attributes make its cut right.
-    """
-    fitted: dict[str, UnitSpace] = {}
+def _by_form(spaces: Sequence[UnitSpace]) -> Iterator[list[UnitSpace]]:
     forms: dict[object, list[UnitSpace]] = {}
-    for space in failed:
-        if space.kind == "head":
-            forms.setdefault(_form(space), []).append(space)
-    for spaces in forms.values():
-        check = Check(model, examples, spaces[:1])
-        chosen = next((s for s in other_choices(spaces[0], model) if check.failure([s]) is None), None)
-        if chosen is not None:
-            fitted |= {space.name: chosen_alike(chosen, space, model) for space in spaces}
-    return fitted
+    for space in spaces:
+        forms.setdefault(_form(space), []).append(space)
+    yield from forms.values()
 
 
-def _still_failing(check: Check, sound: Sequence[UnitSpace], again: Sequence[UnitSpace]) -> dict[str, str]:
-    """Name -> reason for those spaces of one form that fail together with the sound ones."""
-    failed: dict[str, str] = {}
-    while failure := check.failure([*sound, *(rest := [s for s in again if s.name not in failed])]):
-        if len(failed) == FAILURES:
-            first = next(iter(failed))
-            return failed | {space.name: f"like {first}, {failed[first]}" for space in rest}
+def _right(check: Check, spaces: list[UnitSpace], failed: dict[str, str]) -> list[UnitSpace]:
+    """Those of some spaces of one form whose cut is right, perhaps with other attributes that say their
+    number; the others join `failed`.
+    """
+    if check.failure(spaces) is None:
+        return spaces
+    first = spaces[0]
+    chosen = next((s for s in other_choices(first, check.model) if check.failure([s]) is None), None)
+    if chosen is not None:
+        spaces = [chosen_alike(chosen, space, check.model) for space in spaces]
+    return _right_together(check, [], spaces, failed)
+
+
+def _right_together(
+    check: Check, sound: Sequence[UnitSpace], again: Sequence[UnitSpace], failed: dict[str, str]
+) -> list[UnitSpace]:
+    """Those of some spaces that are right together with the sound ones; the others join `failed`."""
+    wrong: dict[str, str] = {}
+    while rest := [space for space in again if space.name not in wrong]:
+        failure = check.failure([*sound, *rest])
+        if failure is None:
+            break
+        if len(wrong) == FAILURES:
+            first = next(iter(wrong))
+            wrong |= {space.name: f"like {first}, {wrong[first]}" for space in rest}
+            break
         blamed = _blamed(failure, rest)
         alone = check.failure([*sound, *blamed]) if 0 < len(blamed) < len(rest) else None
         space, reason = _first_failing(check, sound, *((blamed, alone) if alone else (rest, failure)))
-        failed[space.name] = reason
-    return failed
+        wrong[space.name] = reason
+    failed |= wrong
+    return [space for space in again if space.name not in wrong]
 
 
 def _first_failing(
@@ -159,7 +184,7 @@ class Check:
             {space.name: _drawn(space, rng, most=False) for space in others},
         ]
         self._examples = examples
-        self._model = model
+        self.model = model
         self._lively = cache(partial(lively_weights, model))
         # Where mask and cut differ in this type, they differ.
         self._decisive = torch.float64 if has_float64(device_of_model(model)) else torch.float32
@@ -184,18 +209,18 @@ class Check:
             visits = Visits()
             try:
                 # The cut model is freed before the masked one is built.
-                small = _outputs(cut_units(self._model, spaces, removed, weights=weights), inputs, visits)
+                small = _outputs(cut_units(self.model, spaces, removed, weights=weights), inputs, visits)
             except Exception as error:  # the user's code may raise anything when sizes change
-                raise_if_out_of_memory(error, self._model)
+                raise_if_out_of_memory(error, self.model)
                 failure = Failure(f"a cut model cannot run: {first_line(error)}", visits.running)
                 if self._runs(dtype, position):
                     break
                 continue
             other = Visits()
             try:
-                masked = _outputs(mask_units(self._model, spaces, removed, weights=weights), inputs, other)
+                masked = _outputs(mask_units(self.model, spaces, removed, weights=weights), inputs, other)
             except Exception as error:  # a file's example may fit the cut model and not the whole one
-                raise_if_out_of_memory(error, self._model)
+                raise_if_out_of_memory(error, self.model)
                 failure = Failure(f"the masked model cannot run: {first_line(error)}", other.running)
                 continue
             reason = _compare(masked, small, tolerance)
@@ -209,10 +234,10 @@ class Check:
     def _whole_model_runs(self, dtype: torch.dtype | None, position: int) -> bool:
         """Whether the uncut model runs in this type at all."""
         try:
-            model = copy_with(self._model, self._lively(dtype))
+            model = copy_with(self.model, self._lively(dtype))
             _outputs(model, _cast(self._examples[position], dtype), Visits())
         except Exception as error:  # the user's code may raise anything in another type
-            raise_if_out_of_memory(error, self._model)
+            raise_if_out_of_memory(error, self.model)
             return False
         return True
 

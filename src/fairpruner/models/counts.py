@@ -8,14 +8,14 @@ from typing import Any
 from torch import nn
 
 from fairpruner.models.attention import STAND_INS
-from fairpruner.models.narrow_heads import HEADS_WIDTH, NarrowHeads, narrow_class
+from fairpruner.models.narrow_heads import HEADS_WIDTHS, NarrowHeads, narrow_class
 
 IN_CONFIG = "config."  # before the name of a number that a module reads from its configuration
 
 
 def counted(module: nn.Module, attribute: str, width: int) -> Any:
     """The value of a count; the width of heads that were never cut is the `width` of their input."""
-    if attribute == HEADS_WIDTH and not isinstance(module, NarrowHeads):
+    if attribute in HEADS_WIDTHS and not isinstance(module, NarrowHeads):
         return width
     holder = vars(module).get("config") if attribute.startswith(IN_CONFIG) else module
     return getattr(holder, "__dict__", {}).get(attribute.removeprefix(IN_CONFIG))
@@ -27,7 +27,7 @@ def set_count(module: nn.Module, attribute: str, value: int, before: int) -> Non
         module.config = copy.copy(module.config)  # others share the old one
         setattr(module.config, attribute.removeprefix(IN_CONFIG), value)
         return
-    if attribute == HEADS_WIDTH and not isinstance(module, NarrowHeads):
+    if attribute in HEADS_WIDTHS and not isinstance(module, NarrowHeads):
         vars(module)["input_width"] = before
     setattr(module, attribute, value)
     accept_counts(module)
@@ -35,6 +35,6 @@ def set_count(module: nn.Module, attribute: str, value: int, before: int) -> Non
 
 def accept_counts(module: nn.Module) -> None:
     """Give a module with fewer heads a class that accepts them, if its own does not."""
-    if HEADS_WIDTH in vars(module):
+    if vars(module).keys() & HEADS_WIDTHS.keys():
         module.__class__ = narrow_class(type(module))
     module.__class__ = STAND_INS.get(type(module), type(module))

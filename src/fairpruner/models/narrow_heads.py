@@ -15,24 +15,26 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-HEADS_WIDTH = "heads_width"  # the attribute that holds the width of all heads together after a cut
+# The attribute that holds the width of all heads together after a cut -> the dimension of the module's input
+# that its code takes this width from.
+HEADS_WIDTHS = {"heads_width": -1, "heads_channels": 1}
 _SIZES = (Tensor.shape.__get__, Tensor.size)  # type: ignore[attr-defined]  # a property of the C++ class
 _RESHAPES = (Tensor.reshape, Tensor.view, torch.reshape)
 
 
 class NarrowHeads(nn.Module):
-    """A module whose inputs of width `input_width` say that they are `heads_width` wide."""
+    """A module whose inputs of width `input_width` say that they are as wide as the heads that are left."""
 
     input_width: int
-    heads_width: int
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
+        name, dim = next(item for item in HEADS_WIDTHS.items() if item[0] in vars(self))
         wide = [
             t
             for t in (*inputs, *options.values())
-            if isinstance(t, Tensor) and t.ndim and t.shape[-1] == self.input_width
+            if isinstance(t, Tensor) and t.ndim > 2 and t.shape[dim] == self.input_width
         ]
-        with _SayingHeadsWidth(wide, self.input_width, self.heads_width):
+        with _SayingHeadsWidth(wide, dim, self.input_width, getattr(self, name)):
             return super().forward(*inputs, **options)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -41,11 +43,13 @@ class NarrowHeads(nn.Module):
 
 
 class _SayingHeadsWidth(TorchFunctionMode):
-    """Inside, some tensors say another last dimension, and reshapes that thereby fail take the true one."""
+    """Inside, some tensors say another size of one dimension, and reshapes that thereby fail take the true
+    one.
+    """
 
-    def __init__(self, wide: Sequence[Tensor], true: int, said: int) -> None:
+    def __init__(self, wide: Sequence[Tensor], dim: int, true: int, said: int) -> None:
         super().__init__()
-        self._wide, self._true, self._said = wide, true, said
+        self._wide, self._dim, self._true, self._said = wide, dim, true, said
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -55,13 +59,15 @@ class _SayingHeadsWidth(TorchFunctionMode):
             return func(args[0], self._fitting(args[0], kwargs.get("shape", args[1:])))
         result = func(*args, **kwargs)
         if func in _SIZES and any(args[0] is t for t in self._wide):
-            return self._told(result)
+            return self._told(args[0], result, kwargs.get("dim", args[1] if len(args) > 1 else None))
         return result
 
-    def _told(self, size: Any) -> Any:
-        if isinstance(size, torch.Size):
-            return torch.Size([*size[:-1], self._said])
-        return self._said if size == self._true else size
+    def _told(self, tensor: Tensor, size: Any, dim: int | None) -> Any:
+        if dim is None:
+            told = list(size)
+            told[self._dim] = self._said
+            return torch.Size(told)
+        return self._said if dim % tensor.ndim == self._dim % tensor.ndim else size
 
     def _fitting(self, tensor: Tensor, shape: Sequence[Any]) -> list[Any]:
         sizes: list[Any] = (

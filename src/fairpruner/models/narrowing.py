@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
@@ -16,6 +17,8 @@ from fairpruner.models.counts import set_count
 from fairpruner.models.silencing import close
 
 Change = Callable[[str, torch.Tensor], torch.Tensor]
+HELD = ("_parameters", "_buffers", "_modules")  # where a module keeps what it holds
+EMPTY = (dict, OrderedDict, set, list)
 
 
 def _as_they_are(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -116,9 +119,11 @@ def copy_with(model: nn.Module, change: Change) -> nn.Module:
             if isinstance(tensor, nn.Parameter):
                 fresh = nn.Parameter(fresh, requires_grad=tensor.requires_grad)
             memo[id(tensor)] = fresh
-    for module in model.modules():
+    for value in (v for module in model.modules() for k, v in vars(module).items() if k not in HELD):
+        if type(value) in EMPTY and not value:
+            memo[id(value)] = type(value)()  # the dicts of hooks, most of what deepcopy would visit
         # A block may keep a loss from its last call; deepcopy refuses tensors with a gradient history.
-        for kept in tensors_of(list(vars(module).values())):
+        for kept in tensors_of(value):
             if kept.grad_fn is not None:
                 memo[id(kept)] = kept.detach().clone()
     fresh_model = copy.deepcopy(model, memo)
