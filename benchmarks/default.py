@@ -9,9 +9,10 @@
 is the paper's method. `by hand` removes by `reconstruction` with the rule `global`, leaves the residual
 stream whole and repairs sequentially: the best combination of docs/repair.md.
 
-*protection*: ResNet-20 at half of its FLOPs, removal by `reconstruction`, sequential repair. ToD with each
-protection signal beside the rules `uniform` and `global`, three draws, judged by the KL divergence of the
-logits on 2,000 other training images. One thread.
+*protection*: ResNet-20 at half of its FLOPs, sequential repair. ToD with each protection signal beside the
+rules `uniform` and `global`, three draws, judged by the KL divergence of the logits on 2,000 other training
+images. Protection: `taylor` (first order, the paper's), `taylor2` (second order, sample by sample),
+`deletion` (measured damage, on 64 images), `reconstruction` (what the others cannot replace). One thread.
 """
 
 from __future__ import annotations
@@ -39,7 +40,15 @@ RESULTS = Path(__file__).parent / "results" / "default.json"
 CALIBRATION, DRAWS, BUDGETS = 2000, 5, (0.5, 0.3, 0.7)
 WAYS = ("paper", "by hand", "default")
 PROTECTIONS = ("taylor", "taylor2", "deletion", "random")
-RULES = (*(("tod", protection) for protection in PROTECTIONS), ("uniform", ""), ("global", ""))
+# Removal signal, rule, protection signal. `reconstruction` protects what the other units cannot replace; as
+# the protection of itself it would make ToD the rule `uniform`.
+RULES = (
+    *(("reconstruction", "tod", protection) for protection in PROTECTIONS),
+    ("reconstruction", "uniform", ""),
+    ("reconstruction", "global", ""),
+    *(("l1", "tod", protection) for protection in ("taylor", "taylor2", "reconstruction")),
+    ("l1", "uniform", ""),
+)
 Row = dict[str, Any]
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -94,23 +103,28 @@ def protection_rows(shared: Path, wanted: Callable[[Row], bool]) -> Iterator[Row
     """One row for each draw and rule."""
     images, model = cifar10("train10k", shared), resnet(20, shared)
     for draw in range(3):
-        rows = [{"part": "protection", "draw": draw, "rule": rule, "protection": p} for rule, p in RULES]
+        rows = [
+            {"part": "protection", "draw": draw, "removal": removal, "rule": rule, "protection": protection}
+            for removal, rule, protection in RULES
+        ]
         if not any(map(wanted, rows)):
             continue
         batches = some(images, 2 * CALIBRATION, seed=draw)
         data, others = batches[: len(batches) // 2], batches[len(batches) // 2 :]
         spaces = fp.discover(model, data[0][0][:1], skip=["conv1"])
-        few = fp.score(model, data[:1], spaces=spaces, removal="l1", protection="deletion")
+        few_images = [(x[:64], y[:64]) for x, y in data[:1]]  # a forward pass for each unit
+        few = fp.score(model, few_images, spaces=spaces, removal="l1", protection="deletion")
         scores = fp.score(
             model,
             data,
             spaces=spaces,
-            removal="reconstruction",
+            removal=["reconstruction", "l1"],
             protection=[p for p in PROTECTIONS if p != "deletion"],
         )
-        scores = replace(scores, protections={**scores.protections, "deletion": few.protection})
+        more = {"deletion": few.protection, "reconstruction": scores.removals["reconstruction"]}
+        scores = replace(scores, protections={**scores.protections, **more})
         for row in filter(wanted, rows):
-            using = scores.using(protection=row["protection"] or None)
+            using = scores.using(row["removal"], row["protection"] or None)
             plan = fp.allocate(using, keep=fp.Budget("flops", 0.5), rule=row["rule"], exact=True)
             small = fp.repair(fp.cut(model, plan), model, plan, data, method="sequential")
             found = Judge(model, others, task="classification").distance(small)
@@ -126,7 +140,7 @@ def _seconds(action: Callable[[], Any]) -> float:
 
 
 def _key(row: Row) -> tuple[Any, ...]:
-    names = ("part", "depth", "keep", "draw", "way", "rule", "protection")
+    names = ("part", "depth", "keep", "draw", "way", "removal", "rule", "protection")
     return tuple(row.get(name) for name in names)
 
 
@@ -164,11 +178,17 @@ def page() -> str:
         for keep in sorted(BUDGETS, reverse=True)
     ]
     protection = [
-        [rule, of, spread("divergence", part="protection", rule=rule, protection=of)] for rule, of in RULES
+        [
+            removal,
+            rule,
+            of,
+            spread("divergence", part="protection", removal=removal, rule=rule, protection=of),
+        ]
+        for removal, rule, of in RULES
     ]
     measured = (
         (["model", "FLOPs kept", *WAYS], [line for line in accuracy if any(line[2:])]),
-        (["rule", "protection", "divergence"], [line for line in protection if line[2]]),
+        (["removal", "rule", "protection", "divergence"], [line for line in protection if line[3]]),
     )
     return "\n\n".join(pages.table(head, body) for head, body in measured if body)
 

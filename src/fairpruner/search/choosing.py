@@ -28,7 +28,7 @@ from fairpruner.repair.tuning import tune
 from fairpruner.search.candidates import Candidate
 from fairpruner.search.judging import Judge
 from fairpruner.search.samples import SHARES, SampleSet, split
-from fairpruner.search.screening import EACH, FITTING, GATHERING, METHOD, Screen, can_screen
+from fairpruner.search.screening import EACH, FITTING, GATHERING, Screen, can_screen
 from fairpruner.surgery import cut
 from fairpruner.terminal import announce
 
@@ -155,7 +155,7 @@ class _Bench:
             self._say(f"{candidate.name}, repaired from sums")
             small = screen.repaired(candidate.plan)
             self.spent += EACH
-            distances.append(self._judge(_Repaired(candidate, small, METHOD), self.fitting))
+            distances.append(self._judge(_Repaired(candidate, small, screen.method), self.fitting))
         return tried, distances
 
     def _on_few_samples(
@@ -208,8 +208,8 @@ class _Bench:
             self._judge(_Repaired(one.candidate, small, f"{one.method}+tune"), self.fitting)
 
     def table(self) -> tuple[Trial, ...]:
-        """All trials, those repaired at most expense first, the chosen one marked."""
-        lines = sorted(self.trials, key=lambda t: (t.repair == METHOD, -t.samples, t.distance))
+        """All trials, those on most samples first, the chosen one marked."""
+        lines = sorted(self.trials, key=lambda t: (-t.samples, t.distance))
         chosen = next(n for n, trial in enumerate(lines) if trial.distance == self.best.distance)
         return tuple(replace(trial, chosen=n == chosen) for n, trial in enumerate(lines))
 

@@ -12,6 +12,7 @@ from fairpruner.core.spaces import Spaces
 from fairpruner.inputs.batches import read_batches
 from fairpruner.models.calling import in_eval_mode
 from fairpruner.models.devices import device_of_model
+from fairpruner.models.torch_private import AnyBatchNorm
 from fairpruner.repair import Statistics
 from fairpruner.repair.batchnorm import reestimate
 from fairpruner.repair.job import Job
@@ -19,7 +20,6 @@ from fairpruner.search.candidates import Candidate
 from fairpruner.search.samples import JUDGED, SHARES, SampleSet
 from fairpruner.surgery import cut
 
-METHOD = "least_squares+batchnorm"
 NORMED = 2  # shares of the samples from which running statistics are estimated again
 MOST_PAIRS = 2**25  # pairs of channels whose sums are held
 
@@ -42,10 +42,17 @@ class Screen:
     def __init__(self, model: nn.Module, spaces: Spaces, fitting: SampleSet) -> None:
         self._model, self._few = model, fitting.share(NORMED)
         self._statistics = Statistics(model, spaces, fitting)
+        self._normed = any(isinstance(module, AnyBatchNorm) for module in model.modules())
+
+    @property
+    def method(self) -> str:
+        return "least_squares+batchnorm" if self._normed else "least_squares"
 
     def repaired(self, plan: Plan) -> nn.Module:
-        """The cut after `least_squares` and `batchnorm`."""
+        """The cut after `least_squares`, and `batchnorm` if there are any."""
         small, _ = self._statistics.repair(cut(self._model, plan), plan)
+        if not self._normed:
+            return small
         device = device_of_model(self._model)
         with torch.inference_mode(False), torch.no_grad(), in_eval_mode(small):
             reestimate(Job(small, self._model, plan, lambda: read_batches(self._few, device, self._model)))
