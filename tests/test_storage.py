@@ -541,7 +541,7 @@ def test_a_hand_written_plan_that_makes_no_sense_is_one_clear_error(
         del content["digest"]
 
     edit(folder / "plan.json", without_digest)
-    with pytest.raises(fp.FairprunerError, match=r"plan.json does not make sense"):
+    with pytest.raises(fp.FairprunerError, match=r"plan.json is invalid"):
         Plan.load(folder / "plan.json")
 
 

@@ -96,7 +96,7 @@ def _narrowed(plan: Plan) -> tuple[UnitSpace, ...]:
 
     def narrowed(space: UnitSpace) -> UnitSpace:
         kept = _kept(space, plan)
-        renumbered = np.full(space.size + 1, -1, dtype=np.int64)  # entry -1 stands for "no owner"
+        renumbered = np.full(space.size + 1, -1, dtype=np.int64)  # the last entry is for the owner -1, none
         renumbered[kept] = np.arange(kept.size)
         return replace(
             space,

@@ -80,7 +80,7 @@ class _Commands(TyperGroup):
             print(f"Error: {error}", file=sys.stderr)
             raise typer.Exit(1) from None
         except KeyboardInterrupt as stop:
-            print(str(stop) or STOPPED, file=sys.stderr)  # the message of recovery says how to resume
+            print(str(stop) or STOPPED, file=sys.stderr)  # recovery adds how to resume
             raise typer.Exit(130) from None
 
 

@@ -1,4 +1,4 @@
-"""Checks of a command's output before any work: it must be writable, no source, and nobody's other file."""
+"""Checks of a command's output, made before any work: it is writable, and nothing else is overwritten."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ Floats = NDArray[np.float64]
 def encode_runs(values: Ints) -> list[list[int]]:
     """A vector as a list of runs [first, count, each].
 
-    A run stands for `count` consecutive integers from `first` on, each repeated `each` times.
+    A run encodes `count` consecutive integers from `first` on, each repeated `each` times.
 
     >>> encode_runs(np.array([-1, -1, 4, 5, 6, 0, 0, 0, 1, 1, 1]))
     [[-1, 1, 2], [4, 3, 1], [0, 2, 3]]
@@ -28,7 +28,7 @@ def encode_runs(values: Ints) -> list[list[int]]:
 
 
 def runs_length(runs: Sequence[Sequence[int]]) -> int:
-    """The length of the vector that runs stand for; a few bytes may stand for more than memory holds.
+    """The length of the vector that runs encode; a few bytes may encode more than memory can hold.
 
     >>> runs_length([[-1, 1, 2], [0, 1, 10**12]])
     1000000000002

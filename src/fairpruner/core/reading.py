@@ -67,8 +67,8 @@ def understanding(path: str | Path) -> Iterator[None]:
     try:
         yield
     except FairprunerError as error:
-        raise FairprunerError(f"The content of {path} does not make sense. {error}") from error
+        raise FairprunerError(f"The content of {path} is invalid. {error}") from error
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise FairprunerError(
-            f"The content of {path} does not make sense. {type(error).__name__}: {str(error)[:300]}"
+            f"The content of {path} is invalid. {type(error).__name__}: {str(error)[:300]}"
         ) from error

@@ -95,7 +95,7 @@ def compact(value: Any, *, sort_keys: bool = False) -> str:
 
 
 def readable(value: Any, indent: str = "") -> str:
-    """JSON over several lines; a list of numbers, or what fits into 120 columns, stands on one line.
+    """JSON over several lines; a list of numbers, or what fits into 120 columns, is one line.
 
     >>> print(readable({"removed": {"conv1": [3, 1]}}))
     {"removed": {"conv1": [3, 1]}}

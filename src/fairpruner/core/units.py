@@ -33,7 +33,7 @@ class Slice:
 
     tensor: str
     dim: int
-    owner: Ints  # [size of dim]: unit index, or -1 where no unit of this space lies
+    owner: Ints  # [size of dim]: unit index, or -1 for indices of no unit of this space
     role: Role
 
     def to_json(self) -> Json:
@@ -63,7 +63,7 @@ class Count:
 
     module: str
     attribute: str
-    owner: Ints  # [value of the attribute]: the unit that each counted thing belongs to
+    owner: Ints  # [value of the attribute]: the unit of each head, group, …
 
     def to_json(self) -> Json:
         return {"module": self.module, "attribute": self.attribute, "owner": encode_runs(self.owner)}
@@ -90,8 +90,8 @@ class UnitSpace:
     slices: tuple[Slice, ...]
     counts: tuple[Count, ...] = ()
     min_keep: int = 1
-    # Units lie in this many consecutive blocks of equal length, and each block loses equally many: a router
-    # that picks groups of experts first needs groups of one size.
+    # Units form this many consecutive blocks of equal length, and each block loses equally many: a router
+    # that first chooses groups of experts needs groups of one size.
     groups: int = 1
     # The kept number is a multiple of this, unless all units are kept: some kernels accept no other sizes.
     multiple: int = 1

@@ -15,7 +15,7 @@ LONG = 80  # characters; a passage of this length is not in two texts by acciden
 def check_unseen(
     rows: Sequence[Row], columns: Sequence[str], path: str | Path, calibration: str | Path
 ) -> None:
-    """Raise if some row of the calibration file contains all texts of an item, in whatever columns.
+    """Raise if a row of the calibration file contains all texts of an item, in any columns.
 
     The texts of an item are its values in `columns`.
     """

@@ -44,11 +44,11 @@ class Batch:
         return first.shape[0]
 
     def rows(self, start: int, stop: int) -> Batch:
-        """The samples from `start` to `stop` as a batch of their own."""
+        """A batch of the samples from `start` to `stop`."""
         return self.some(torch.arange(self.size)[start:stop])
 
     def some(self, chosen: Tensor) -> Batch:
-        """The samples of these indices, [n], as a batch of their own."""
+        """A batch of the samples with these indices, [n]."""
         size = self.size
         if isinstance(self.labels, list):
             images = [self.inputs[0][i] for i in chosen.tolist()]
@@ -98,8 +98,9 @@ def read_batches(
     """Every batch of `data`, moved to `device`.
 
     A batch is (input, label), (input, input, label), a dict with the label under one of LABEL_KEYS, or one of
-    them without the label. The `model` tells the forms apart: what its forward requires is an input. numpy
-    arrays become tensors. A dict of tokens without labels has the tokens as labels, predicted one ahead.
+    them without the label. The signature of the model's forward decides which values are inputs. numpy arrays
+    become tensors. In a dict of tokens without labels, the labels are the tokens, each predicted from those
+    before it.
     """
     arguments = _Arguments.of(model)
     for position, item in enumerate(_reading(data)):

@@ -20,7 +20,7 @@ from fairpruner.models.weight_operations import WEIGHT_OPERATIONS, WeightOperati
 
 
 def consumed(rows: Tensor, weight: Tensor) -> Tensor:
-    """The rows [rows, I] unchanged; the call tells observers that the weights [E, out, I] read them."""
+    """The rows [rows, I] unchanged; the call shows observers that the weights [E, out, I] read them."""
     if has_torch_function((rows, weight)):
         seen: Tensor = handle_torch_function(consumed, (rows, weight), rows, weight)
         return seen
@@ -33,7 +33,7 @@ OBSERVED_OPERATIONS: dict[Callable[..., Any], WeightOperation] = {
 }
 
 
-# (read, input, channel axis) -> the input that the operation goes on with
+# (read, input, channel axis) -> the input that the operation then uses
 InputVisitor = Callable[[Read, Tensor, int], Tensor]
 
 

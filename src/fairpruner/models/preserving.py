@@ -77,7 +77,7 @@ class _Memory:
                 stack.callback(undo)
 
     def _remember(self, value: Any, depth: int) -> list[tuple[Any, int]]:
-        """Note the present state of one thing, and return what it holds."""
+        """Note the present state of one object, and return the objects that it holds."""
         if isinstance(value, Tensor):
             self._undo += _tensor(value, copying=self._copying or not isinstance(value, nn.Parameter))
             return []

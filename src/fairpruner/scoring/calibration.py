@@ -1,4 +1,4 @@
-"""The one calibration pass: each batch goes forward and backward once, and every signal sees what it needs.
+"""The one calibration pass: one forward and one backward pass for each batch serve all signals.
 
 The walk of a batch through `Calibration.step`:
 

@@ -18,7 +18,7 @@ from fairpruner.scoring.signals.classes import ClassGroups
 class SignalLabels:
     """Class indices, groups of classes or maps of classes, if the signals `comparing` need them.
 
-    Otherwise signals see whatever labels the data has.
+    Otherwise signals see the labels as the data has them.
     """
 
     def __init__(self, objective: Objective, grouping: ClassGroups | None, comparing: Sequence[str]) -> None:

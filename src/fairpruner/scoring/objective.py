@@ -1,9 +1,9 @@
 """The loss that protection signals differentiate, for every task, also where the data has no labels.
 
-**Without labels** the model's own predictions stand in. If its output is logits, one label is drawn for each
-prediction from its softmax. The mean gradient of the cross-entropy is then zero in expectation, and the mean
-of its square is the Fisher information, which is why `taylor2` is the default protection signal here. If the
-output is something else, the objective is half the squared norm of the output, averaged over the samples.
+**Without labels** the model's predictions are used instead. If its output is logits, one label is drawn for
+each prediction from its softmax. The mean gradient of the cross-entropy is then zero in expectation, and the
+mean of its square is the Fisher information, so `taylor2` is the default protection signal. For any other
+output, the objective is half the squared norm of the output, averaged over the samples.
 """
 
 from __future__ import annotations

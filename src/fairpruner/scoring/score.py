@@ -69,9 +69,9 @@ def score(
 ) -> Scores:
     """Give every unit a removal number (the paper's U-Score) and a protection number (its R-Score).
 
-    The model stays as it is. `data` yields batches: (input, label), dicts, or inputs without labels. The
-    labels show the task, from which the loss and the signals follow; `scores.settings["why"]` says which were
-    chosen and why. `loss(output, label)`, a mean over the batch, replaces the loss, and `loss="regression"`,
+    The model is not changed. `data` yields batches: (input, label), dicts, or inputs without labels. The
+    labels show the task, and the task decides on the loss and the signals; `scores.settings["why"]` names
+    them and the reason. `loss(output, label)`, a mean over the batch, replaces the loss. `loss="regression"`,
     or another of fp.signals.TASKS, names the task. `removal` and `protection` name one signal or several, of
     which the first is active. A mapping from kinds of spaces, such as {"head": "activation", "expert":
     "reap"}, counts as one signal. `groups` compares groups of similar classes instead of single classes. If
