@@ -204,5 +204,5 @@ def test_wrong_arguments(arguments: dict[str, Any], sentence: str) -> None:
 
 
 def test_no_data() -> None:
-    with pytest.raises(fp.FairprunerError, match="The data yields no batch"):
+    with pytest.raises(fp.FairprunerError, match="The data holds no samples"):
         prune(mlp(), [], alpha=0.1)

@@ -344,7 +344,7 @@ def test_wrong_arrays_are_one_clear_error(arrays: dict[str, Any], message: str, 
         (lambda: Sampling(batch_size=-1), "batch_size is -1"),
         (lambda: load_data("nowhere", Sampling(), Preprocessing()), "is neither a folder that exists, nor"),
         (lambda: load_data("nowhere.npz", Sampling(), Preprocessing()), "Cannot read nowhere.npz"),
-        (lambda: example_of([], torch.device("cpu")), "yields no batch"),
+        (lambda: example_of([], torch.device("cpu")), "holds no samples"),
     ],
 )
 def test_wrong_data_options_are_one_clear_error(make: Callable[[], Any], message: str) -> None:

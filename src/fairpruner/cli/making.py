@@ -27,7 +27,7 @@ from fairpruner.cli.common import (
     trained,
 )
 from fairpruner.cli.outputs import MODEL_FOLDER, check_output
-from fairpruner.cli.reading import CALIBRATION, TRAINING, Data, Reading, reads_data
+from fairpruner.cli.reading import CALIBRATION, TRAINING, Data, DataOptions, reads_data
 from fairpruner.cli.tables import show_demo, show_history, show_plan
 from fairpruner.core import marks
 from fairpruner.core.plan import Plan
@@ -95,7 +95,7 @@ def cut(
     max_shard_size: Annotated[
         str, typer.Option(help="Hugging Face models: the size of the largest file, such as 5GB.")
     ] = SHARD_SIZE,
-    reading: Reading = CALIBRATION,
+    data_options: DataOptions = CALIBRATION,
     device: Device = "cpu",
     force: Force = False,
     as_json: AsJson = False,
@@ -118,7 +118,7 @@ def cut(
     if repair:
         if data is None:
             raise FairprunerError(f"--repair {repair} needs samples: give --data.")
-        samples = reading.read(model, net, data)
+        samples = data_options.read(model, net, data)
         small, notes = fp.repair_with_notes(small, net, chosen, samples, method=parse_names(repair))
     fp.save(small, chosen, output, build=model, max_shard_size=max_shard_size, force=force)
     show(show_plan(chosen, str(output), notes), as_json)
@@ -149,7 +149,7 @@ def recover(
         str | None, typer.Option(help="Weights of the original model, to distil from.")
     ] = None,
     augment: Augment = None,
-    reading: Reading = TRAINING,
+    data_options: DataOptions = TRAINING,
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
@@ -165,14 +165,14 @@ def recover(
         learning_rate=learning_rate,
         label_smoothing=label_smoothing,
         ema=ema,
-        seed=reading.seed,
+        seed=data_options.seed,
     )
     history: list[fp.Epoch] = []
     better = fp.recover(
         small,
-        _for_training(reading.read(model, small, data), augment),
+        _for_training(data_options.read(model, small, data), augment),
         epochs=epochs,
-        validation=reading.read(model, small, validation) if validation else None,
+        validation=data_options.read(model, small, validation) if validation else None,
         teacher=trained(model, teacher) if teacher else None,
         recipe=recipe,
         folder=checkpoints,
@@ -233,7 +233,7 @@ def prune(
     effort: Annotated[
         int, typer.Option(help="Forward passes over the data that the search may spend.")
     ] = EFFORT,
-    reading: Reading = CALIBRATION,
+    data_options: DataOptions = CALIBRATION,
     skip: Skip = None,
     device: Device = "cpu",
     force: Force = False,
@@ -244,14 +244,14 @@ def prune(
     net = trained(model, weights, device)
     small, plan = fp.prune(
         net,
-        reading.read(model, net, data),
+        data_options.read(model, net, data),
         keep=parse_budget(keep) if keep else None,
         alpha=alpha,
         rounds=rounds,
         repair=parse_names(repair) if repair else None,
         recover_epochs=recover_epochs,
         train=(
-            _for_training(replace(reading, samples=None).read(model, net, train or data), augment)
+            _for_training(replace(data_options, samples=None).read(model, net, train or data), augment)
             if recover_epochs
             else None
         ),
@@ -259,9 +259,9 @@ def prune(
         effort=effort,
         options={
             "discover": {"skip": skip or ()},
-            "score": {"removal": removal, "protection": protection, "seed": reading.seed},
+            "score": {"removal": removal, "protection": protection, "seed": data_options.seed},
             "recover": {
-                "recipe": fp.Recipe(learning_rate=learning_rate, seed=reading.seed),
+                "recipe": fp.Recipe(learning_rate=learning_rate, seed=data_options.seed),
                 "folder": checkpoints,
             },
         },

@@ -38,7 +38,7 @@ from fairpruner.cli.common import (
     trained,
 )
 from fairpruner.cli.outputs import check_output
-from fairpruner.cli.reading import CALIBRATION, Data, Length, Reading, Size, TextColumn, reads_data
+from fairpruner.cli.reading import CALIBRATION, Data, DataOptions, Length, Size, TextColumn, reads_data
 from fairpruner.cli.tables import show_plan, show_scores, show_spaces, show_sweep
 from fairpruner.core.budget import BUDGETS, Metric
 from fairpruner.core.plan import Plan
@@ -73,8 +73,8 @@ def discover(
     """Show what can be removed from a model, and why other parts cannot."""
     net = load_model(model, weights)
     if data is not None:
-        reading = Reading(samples=1, size=size, text_column=text_column, length=length)
-        example = example_of(reading.read(model, net, data), torch.device("cpu"))
+        data_options = DataOptions(samples=1, size=size, text_column=text_column, length=length)
+        example = example_of(data_options.read(model, net, data), torch.device("cpu"))
     else:
         example = torch.rand(1, *parse_shape(shape)) if shape is not None else example_for(model, net)
         if example is None:
@@ -123,7 +123,7 @@ def score(
         str | None,
         typer.Option(help="Your loss(output, labels) as path/to/file.py:function; by default the task's."),
     ] = None,
-    reading: Reading = CALIBRATION,
+    data_options: DataOptions = CALIBRATION,
     skip: Skip = None,
     kinds: Kinds = None,
     device: Device = "cpu",
@@ -137,12 +137,12 @@ def score(
         )
     check_output(output, "scores", model, data, weights, force=force)
     net = trained(model, weights, device)
-    if is_rows(data) and reading.label_column is None and not is_causal(net):
+    if is_rows(data) and data_options.label_column is None and not is_causal(net):
         raise FairprunerError(
             f"{type(net).__name__} is no causal language model, so its texts need classes: give"
             " --label-column."
         )
-    batches = reading.read(model, net, data)
+    batches = data_options.read(model, net, data)
     spaces = fp.discover(
         net,
         example_of(batches, device_of_model(net), net),
@@ -158,7 +158,7 @@ def score(
         protection=protections,
         loss=resolve(loss) if loss else task,
         groups=groups,
-        seed=reading.seed,
+        seed=data_options.seed,
     )
     if is_first():
         scores.save(output)

@@ -33,7 +33,7 @@ Length = Annotated[int, typer.Option(help="Texts: the most tokens of one text.")
 
 
 @dataclass(frozen=True)
-class Reading:
+class DataOptions:
     """How the data of one command is read."""
 
     samples: Annotated[
@@ -78,22 +78,22 @@ class Reading:
         return load_text(data, tokenizer, sampling, columns, classes=net.config.label2id)
 
 
-CALIBRATION, TRAINING = Reading(), Reading(batch_size=256)
+CALIBRATION, TRAINING = DataOptions(), DataOptions(batch_size=256)
 
 
 def reads_data(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with one option for each field of its parameter `reading`, with that default."""
+    """The command with one option for each field of its parameter `data_options`, with that default."""
     own = inspect.signature(command, eval_str=True).parameters
-    options = inspect.signature(Reading, eval_str=True).parameters
-    defaults = asdict(own["reading"].default)
+    options = inspect.signature(DataOptions, eval_str=True).parameters
+    defaults = asdict(own["data_options"].default)
 
     @wraps(command)
     def expanded(**given: Any) -> None:
-        command(reading=Reading(**{name: given.pop(name) for name in options}), **given)
+        command(data_options=DataOptions(**{name: given.pop(name) for name in options}), **given)
 
     parameters: list[inspect.Parameter] = []
     for name, parameter in own.items():
-        if name == "reading":
+        if name == "data_options":
             parameters += [option.replace(default=defaults[option.name]) for option in options.values()]
         else:
             parameters.append(parameter)

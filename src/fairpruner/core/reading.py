@@ -39,7 +39,7 @@ def read_text(path: str | Path, *, limit: int = TEXT_LIMIT) -> str:
         raise FairprunerError(f"Cannot read {path}: {error}.") from error
 
 
-def read_json(path: str | Path) -> Any:
+def read_plain_json(path: str | Path) -> Any:
     """The value in a JSON file of any origin."""
     return parse_json(read_text(path), path)
 

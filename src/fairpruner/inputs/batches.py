@@ -238,6 +238,13 @@ def check_rereadable(data: Any, reason: str, *, name: str = "data") -> None:
         )
 
 
+def no_samples(name: str = "data") -> FairprunerError:
+    """The error for data that yields no batch."""
+    return FairprunerError(
+        f"The {name} holds no samples: give a loader, or a list of batches, that yields at least one."
+    )
+
+
 def in_halves(batches: Iterator[Batch]) -> Iterator[tuple[int, Batch]]:
     """Each batch with the half of the data (0 or 1) that it belongs to; a single batch is split in two."""
     first = next(batches, None)

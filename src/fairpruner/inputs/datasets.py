@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default
 
 from fairpruner.core.arrays import Ints
 from fairpruner.errors import FairprunerError
-from fairpruner.inputs.batches import read_batches
+from fairpruner.inputs.batches import no_samples, read_batches
 from fairpruner.inputs.data_files import MOST_CLASSES, read_arrays, read_image
 from fairpruner.inputs.sources import Transform, importable_from, resolve
 from fairpruner.models.calling import tensors_of
@@ -222,5 +222,5 @@ def example_of(data: Iterable[Any], device: torch.device, model: nn.Module | Non
     """The first sample of the data, as an example for `discover`."""
     first = next(read_batches(data, device, model), None)
     if first is None:
-        raise FairprunerError("The data yields no batch: give at least one sample.")
+        raise no_samples()
     return first.rows(0, 1).inputs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fairpruner.core.reading import read_json
+from fairpruner.core.reading import read_plain_json
 from fairpruner.errors import FairprunerError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -27,7 +27,7 @@ def check_indexes(folder: Path) -> None:
 
 def indexed_names(index: Path) -> list[str]:
     """The files that an index names, each once; all must lie beside the index."""
-    content = read_json(index)
+    content = read_plain_json(index)
     places = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
         raise FairprunerError(f"{index} is no index of tensors: expected a weight_map of names to files.")

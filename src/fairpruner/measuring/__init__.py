@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -91,19 +91,13 @@ def _check(batch_sizes: Sequence[int], runtimes: Sequence[str], repeats: int) ->
     check_whole_number("repeats", repeats)
 
 
-class _as_used:
-    """A model in eval mode with the fast paths that its user has; afterwards it is as before."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._inside = evaluating(model)
-
-    def __enter__(self) -> None:
-        fast = torch.backends.mha.get_fastpath_enabled()
-        self._inside.__enter__()
+@contextmanager
+def _as_used(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode, with the fused attention that its user has; afterwards it is as before."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    with evaluating(model):
         torch.backends.mha.set_fastpath_enabled(fast)
-
-    def __exit__(self, *error: Any) -> None:
-        self._inside.__exit__(*error)
+        yield
 
 
 def _counts(models: Sequence[nn.Module], sample: Any) -> Iterator[Quantity]:

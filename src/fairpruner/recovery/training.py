@@ -16,7 +16,7 @@ from torch import nn
 from fairpruner.core.reading import understanding
 from fairpruner.core.sealed import Json
 from fairpruner.errors import FairprunerError, check_whole_number
-from fairpruner.inputs.batches import Batch, check_rereadable, forward
+from fairpruner.inputs.batches import Batch, check_rereadable, forward, no_samples
 from fairpruner.inputs.losses import mean_loss
 from fairpruner.inputs.workers import naming_dead_workers
 from fairpruner.models.devices import device_of_model, devices_of_model
@@ -174,7 +174,7 @@ class _Training:
                 self._stop_if_interrupted(stop)
             raise
         if not state.position:
-            raise _no_samples("training")
+            raise no_samples("training data")
 
     def _step(self, batch: Batch) -> None:
         """Train on one batch."""
@@ -247,7 +247,7 @@ class _Training:
                 tally.add(float(mean_loss(self.recipe.loss, output, batch)), output, batch)
         total = self._total(tally)
         if not total.samples:
-            raise _no_samples("validation")
+            raise no_samples("validation data")
         return total
 
     def _total(self, tally: Tally) -> Tally:
@@ -279,9 +279,3 @@ class _Training:
         tally = self._total(self.state.tally)
         if self.accelerator.is_main_process:
             save_checkpoint(self.state.checkpoint(tally), self.folder, self.settings)
-
-
-def _no_samples(what: str) -> FairprunerError:
-    return FairprunerError(
-        f"The {what} data holds no samples: give a loader, or a list of batches, that yields at least one."
-    )

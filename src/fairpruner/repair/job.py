@@ -9,8 +9,7 @@ from typing import Any
 from torch import nn
 
 from fairpruner.core.plan import Plan
-from fairpruner.errors import FairprunerError
-from fairpruner.inputs.batches import Batch, read_batches
+from fairpruner.inputs.batches import Batch, no_samples, read_batches
 from fairpruner.models.devices import device_of_model
 
 
@@ -28,7 +27,5 @@ def first_batch(data: Iterable[Any], model: nn.Module) -> Batch:
     """The first batch; data without any is refused."""
     first = next(read_batches(data, device_of_model(model), model), None)
     if first is None:
-        raise FairprunerError(
-            "The data holds no samples: give a loader, or a list of batches, that yields at least one."
-        )
+        raise no_samples()
     return first

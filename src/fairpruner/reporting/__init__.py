@@ -10,7 +10,7 @@ from fairpruner.allocation.diagnostics import diagnose
 from fairpruner.core.costs import predict
 from fairpruner.core.latency import LatencyTable, check_table
 from fairpruner.core.plan import Plan
-from fairpruner.core.reading import read_json
+from fairpruner.core.reading import read_plain_json
 from fairpruner.core.scores import Scores
 from fairpruner.errors import FairprunerError
 from fairpruner.files import PLAN, REPORT
@@ -90,7 +90,7 @@ def _measured_at_saving(folder: Path) -> NumbersByModel:
     """The measured numbers in the report that was saved with a pruned model."""
     if not (folder / REPORT).is_file():
         return {}
-    content = read_json(folder / REPORT)
+    content = read_plain_json(folder / REPORT)
     if not isinstance(content, dict):
         raise FairprunerError(f"{folder / REPORT} is no report of fairpruner: restore it, or remove it.")
     return read_numbers({folder.name: content.get("measured", {})})

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fairpruner.core.reading import read_json
+from fairpruner.core.reading import read_plain_json
 from fairpruner.errors import FairprunerError
 
 LARGEST = 1e300  # of a number; JSON allows whole numbers that no float can hold
@@ -22,7 +22,7 @@ def read_numbers(source: NumbersByModel | str | Path) -> NumbersByModel:
     >>> read_numbers({"cut": {"accuracy": np.float64(0.5)}})
     {'cut': {'accuracy': 0.5}}
     """
-    found = read_json(source) if isinstance(source, (str, Path)) else source
+    found = read_plain_json(source) if isinstance(source, (str, Path)) else source
     if not isinstance(found, Mapping) or not all(isinstance(numbers, Mapping) for numbers in found.values()):
         raise FairprunerError(
             f'measured is {str(found)[:80]!r}, expected numbers by model: {{"cut": {{"accuracy": 0.91,'

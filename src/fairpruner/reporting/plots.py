@@ -12,7 +12,7 @@ from fairpruner.allocation import allocate
 from fairpruner.core.budget import METRICS
 from fairpruner.core.marks import FIGURE, mark
 from fairpruner.core.plan import Plan
-from fairpruner.core.reading import read_json
+from fairpruner.core.reading import read_plain_json
 from fairpruner.core.scores import Scores
 from fairpruner.core.writing import written_whole
 from fairpruner.errors import FairprunerError, unknown
@@ -168,7 +168,7 @@ FIGURES: dict[str, Callable[[Path], Figure]] = {
     "scores": lambda path: plot_scores(Scores.load(path)),
     "profile": lambda path: plot_profile(Plan.load(path / PLAN if path.is_dir() else path)),
     "tolerance": lambda path: plot_tolerance(Scores.load(path)),
-    "ablation": lambda path: plot_ablation(read_json(path)),
+    "ablation": lambda path: plot_ablation(read_plain_json(path)),
 }
 
 

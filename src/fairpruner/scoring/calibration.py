@@ -47,7 +47,7 @@ LOOKED_AT = 2  # samples of the first batch that show how the model can be obser
 
 
 @dataclass(frozen=True, eq=False)
-class _Observed:
+class _ForwardPass:
     """What one forward pass showed, besides the activations that the signals have already seen."""
 
     output: Any
@@ -145,7 +145,7 @@ class Calibration:
             for running in signals:
                 running.accumulator.see_deletions(changes, info)
 
-    def _forward(self, batch: Batch, signals: Sequence[RunningSignal]) -> _Observed:
+    def _forward(self, batch: Batch, signals: Sequence[RunningSignal]) -> _ForwardPass:
         """Run the model on a batch and show the activations to the signals."""
         showing = Showing(batch, self._labels.of(batch), signals)
         gates: list[GateInput] = []
@@ -175,11 +175,11 @@ class Calibration:
         ):
             output = self._objective.run(self._model, batch)
         showing.expert_activations(expert_inputs, routing)
-        return _Observed(output, gates, routing)
+        return _ForwardPass(output, gates, routing)
 
     def _backward(
         self,
-        observed: _Observed,
+        observed: _ForwardPass,
         tallies: Tallies,
         batch: Batch,
         *,

@@ -18,7 +18,14 @@ from fairpruner.core.scores import Scores
 from fairpruner.core.spaces import Spaces
 from fairpruner.discovery import discover
 from fairpruner.errors import FairprunerError, FairprunerWarning
-from fairpruner.inputs.batches import Batch, check_rereadable, forward, in_halves, read_batches
+from fairpruner.inputs.batches import (
+    Batch,
+    check_rereadable,
+    forward,
+    in_halves,
+    no_samples,
+    read_batches,
+)
 from fairpruner.inputs.losses import Loss
 from fairpruner.inputs.tokens import real_tokens
 from fairpruner.inputs.workers import naming_dead_workers
@@ -138,9 +145,7 @@ def _with_first(batches: Iterator[Batch]) -> tuple[Batch, Iterator[Batch]]:
     """The first batch, and all batches from the first on."""
     first = next(batches, None)
     if first is None:
-        raise FairprunerError(
-            "The data holds no samples: give a loader, or a list of batches, that yields at least one."
-        )
+        raise no_samples()
     return first, itertools.chain([first], batches)
 
 
