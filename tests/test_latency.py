@@ -133,7 +133,7 @@ def test_a_budget_takes_the_first_plan_within_it_or_the_one_before(
 
 def every_plan(scores: Scores) -> list[fp.Plan]:
     """All plans of the rule, from the one that removes nothing on."""
-    profiles = Allocator(scores, "tod", 1, 1).profiles
+    profiles = Allocator(scores, "tod", multiple_of=1, min_keep=1).profiles
     orders = {name: np.argsort(values, kind="stable") for name, values in scores.removal.items()}
     steps = map(profiles.depths, range(profiles.last + 1))
     depths = (dict(zip(scores.spaces.names, step, strict=True)) for step in steps)
@@ -269,7 +269,7 @@ def test_a_table_and_a_timed_plan_survive_their_files(tmp_path: Path) -> None:
 def test_the_fit_of_an_operation_is_scipys_nonnegative_least_squares(seed: int, multiple: int) -> None:
     rng = np.random.default_rng(seed)
     lengths, sizes, times = rng.integers(1, 65, (2, 14)), np.array([64, 64]), rng.random(14)
-    op, misses = fitting.fit_operation(Term(1, (0, 1)), lengths, sizes, multiple, times)
+    op, misses = fitting.fit_operation(Term(1, (0, 1)), lengths, sizes, multiple=multiple, times=times)
     padded = -(-lengths // multiple) * multiple / 64
     share, ragged = padded.prod(axis=0), (lengths % multiple > 0).any(axis=0)
     columns = np.stack([np.ones(14), share, share * ragged, *padded], axis=1)

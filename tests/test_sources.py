@@ -18,7 +18,8 @@ from torch import nn
 
 import fairpruner as fp
 from fairpruner.inputs.datasets import Preprocessing, Sampling, draw_balanced, example_of, load_data
-from fairpruner.inputs.sources import example_for, factory_of, load_model, load_weights, resolve, transform_of
+from fairpruner.inputs.sources import example_for, factory_of, load_model, resolve, transform_of
+from fairpruner.inputs.weights import load_weights
 
 NET = """
 import torch

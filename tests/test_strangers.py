@@ -30,8 +30,9 @@ from fairpruner.inputs import text as texts
 from fairpruner.inputs.data_files import read_bytes
 from fairpruner.inputs.datasets import Preprocessing, Sampling, load_data
 from fairpruner.inputs.shard_index import shard_files
-from fairpruner.inputs.sources import load_weights, resolve
+from fairpruner.inputs.sources import resolve
 from fairpruner.inputs.text import Columns, load_text, read_rows
+from fairpruner.inputs.weights import load_weights
 from fairpruner.models.recorded import draw, record
 from fairpruner.recovery.checkpoints import FILE
 

@@ -68,13 +68,17 @@ def allocate(
                 f"keep is {keep!r}, expected a budget: for example keep=Budget('flops', 0.5)."
             )
         kinds = KINDS_OF_METRIC.get(keep.metric, KINDS)
-        plan = Allocator(scores, rule, multiple_of, min_keep, latency, kinds).for_budget(keep, exact)
+        allocator = Allocator(
+            scores, rule, multiple_of=multiple_of, min_keep=min_keep, latency=latency, kinds=kinds
+        )
+        plan = allocator.for_budget(keep, exact)
         advice = [] if exact else ["give exact=True"]
         advice += ["lower multiple_of or min_keep"] if multiple_of != 1 or min_keep != 1 else []
         _warn_if_far(plan, keep, ", or ".join(advice or ["try another rule"]))
         return plan
     if alpha is not None and keep is None and not exact:
-        return Allocator(scores, rule, multiple_of, min_keep, latency).for_tolerance(alpha)
+        allocator = Allocator(scores, rule, multiple_of=multiple_of, min_keep=min_keep, latency=latency)
+        return allocator.for_tolerance(alpha)
     raise FairprunerError(
         "A plan needs either a tolerance or a budget, and exact=True needs a budget; found"
         f" alpha={alpha}, keep={keep} and exact={exact}. Give for example alpha=0.1 or"
@@ -117,7 +121,10 @@ def sweep(
     >>> [plan.depths for plan in sweep(scores, "units", [1.0, 0.75, 2])]
     [{'conv': 0}, {'conv': 1}, {'conv': 2}]
     """
-    allocator = Allocator(scores, rule, multiple_of, min_keep, latency, KINDS_OF_METRIC.get(metric, KINDS))
+    kinds = KINDS_OF_METRIC.get(metric, KINDS)
+    allocator = Allocator(
+        scores, rule, multiple_of=multiple_of, min_keep=min_keep, latency=latency, kinds=kinds
+    )
     return [allocator.for_budget(Budget(metric, amount), exact) for amount in amounts]
 
 

@@ -44,6 +44,7 @@ class Allocator:
         self,
         scores: Scores,
         rule: str,
+        *,
         multiple_of: MultipleOf,
         min_keep: MinKeep,
         latency: LatencyTable | None = None,

@@ -127,7 +127,9 @@ def diagnose(scores: Scores, plan: Plan) -> Diagnosis:
     # Marginal costs of a space: its R-Scores in the order in which its units are removed, [J].
     costs = {s.name: scores.protection[s.name][plan_order(plan, s, scores)] for s in plan.spaces}
     next_cost = min(costs[name][depth] for name, depth in plan.depths.items())
-    rows = tuple(_row(scores, plan, space, costs[space.name], next_cost) for space in plan.spaces)
+    rows = tuple(
+        _row(scores, plan, space, costs=costs[space.name], next_cost=next_cost) for space in plan.spaces
+    )
     uniform = allocate(scores, keep=Budget("units", plan.predicted["units"]), rule="uniform", exact=True)
     return Diagnosis(
         rule=plan.rule,
@@ -143,7 +145,7 @@ def diagnose(scores: Scores, plan: Plan) -> Diagnosis:
     )
 
 
-def _row(scores: Scores, plan: Plan, space: UnitSpace, costs: Floats, next_cost: float) -> SpaceDiagnosis:
+def _row(scores: Scores, plan: Plan, space: UnitSpace, *, costs: Floats, next_cost: float) -> SpaceDiagnosis:
     """The facts of one space; `next_cost` is the lowest cost of removing one more unit from any space."""
     name, size, depth = space.name, space.size, plan.depths[space.name]
     protected = removal_order(-scores.protection[name])[:depth]  # the paper's P(m), by (-R, j)

@@ -57,7 +57,7 @@ def evaluate(
             check_unseen(items[name], TASKS[name].texts, path, calibration)
     results = {}
     for name, rows in items.items():
-        answers = _answers(model, tokenizer, TASKS[name], rows, batch_size)
+        answers = _answers(model, tokenizer, TASKS[name], rows=rows, batch_size=batch_size)
         results[name] = _result(TASKS[name], rows, np.array(answers, dtype=bool))
     return results
 
@@ -84,7 +84,7 @@ def _total(answers: np.ndarray) -> TaskResult:
 
 
 def _answers(
-    model: nn.Module, tokenizer: Any, task: Task, rows: Sequence[Row], batch_size: int
+    model: nn.Module, tokenizer: Any, task: Task, *, rows: Sequence[Row], batch_size: int
 ) -> list[tuple[bool, bool]]:
     """(answered right, answer could be parsed) for each row."""
     harness = _harness()

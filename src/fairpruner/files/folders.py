@@ -24,7 +24,8 @@ from fairpruner.files.pretrained_files import CONFIG, PRETRAINED_FILES, write_pr
 from fairpruner.files.shards import SHARD, parse_size, write_shards
 from fairpruner.inputs.hugging_face import is_model, is_source, pretrained
 from fairpruner.inputs.shard_index import INDEX, shard_files
-from fairpruner.inputs.sources import factory_of, fits
+from fairpruner.inputs.sources import factory_of
+from fairpruner.inputs.weights import fits
 from fairpruner.models.counting import count_params
 from fairpruner.models.narrowing import kept_indices
 from fairpruner.models.supported import check_supported

@@ -67,7 +67,9 @@ def measure(
         timings = [
             timing
             for size in batch_sizes
-            for timing in _timings(models, batched(example, size), size, runtimes, used, repeats)
+            for timing in _timings(
+                models, batched(example, size), size, runtimes=runtimes, threads=used, repeats=repeats
+            )
         ]
     setting = {
         "threads": used,
@@ -138,7 +140,13 @@ def _energy(models: Sequence[nn.Module], example: Any, threads: int, country: st
 
 
 def _timings(
-    models: Sequence[nn.Module], example: Any, size: int, runtimes: Sequence[str], threads: int, repeats: int
+    models: Sequence[nn.Module],
+    example: Any,
+    size: int,
+    *,
+    runtimes: Sequence[str],
+    threads: int,
+    repeats: int,
 ) -> Iterator[Timing]:
     """The milliseconds in each runtime, or the reason why a runtime cannot run the models."""
     for runtime in runtimes:

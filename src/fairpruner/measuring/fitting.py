@@ -33,7 +33,10 @@ def fit_operations(
     """
     fits, errors = {}, {}
     for multiple in MULTIPLES:
-        found = [fit_operation(term, lengths, sizes, multiple, times[:, o]) for o, term in enumerate(terms)]
+        found = [
+            fit_operation(term, lengths, sizes, multiple=multiple, times=times[:, o])
+            for o, term in enumerate(terms)
+        ]
         fits[multiple], errors[multiple] = tuple(op for op, _ in found), sum(error for _, error in found)
     best = min(MULTIPLES, key=lambda multiple: errors[multiple])
     multiple = best if errors[best] < CLEARLY * errors[1] else 1
@@ -41,7 +44,7 @@ def fit_operations(
 
 
 def fit_operation(
-    term: Term, lengths: Ints, sizes: Ints, multiple: int, times: Floats
+    term: Term, lengths: Ints, sizes: Ints, *, multiple: int, times: Floats
 ) -> tuple[TimedOp, float]:
     """Fit one operation to its milliseconds [T]; also returns the absolute error as a share of the time."""
     from scipy.optimize import nnls  # here, because importing scipy.optimize takes most of a second

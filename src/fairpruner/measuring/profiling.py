@@ -68,8 +68,9 @@ def latency_table(
             models,
             batched(example, batch_size),
             used,
-            (runtime, repeats),
-            progress or (lambda done, rounds: None),
+            runtime=runtime,
+            repeats=repeats,
+            progress=progress or (lambda done, rounds: None),
         )
     if parts.shape[1] != len(terms):
         raise FairprunerError(
@@ -157,10 +158,15 @@ def _profiled(model: nn.Module, example: Any) -> Floats:
 
 
 def _times(
-    models: Sequence[nn.Module], example: Any, threads: int, how: tuple[str, int], progress: Progress
+    models: Sequence[nn.Module],
+    example: Any,
+    threads: int,
+    *,
+    runtime: str,
+    repeats: int,
+    progress: Progress,
 ) -> tuple[Floats, Floats]:
     """Typical milliseconds of every model [T], and of its operations [T, O]."""
-    runtime, repeats = how
     with ExitStack() as stack:
         for model in models:
             stack.enter_context(evaluating(model))

@@ -90,7 +90,7 @@ def steps_of(data: Iterable[Any]) -> int | None:
 
 
 def epoch_batches(
-    data: Iterable[Any], device: torch.device, seed: int, epoch: int, start: int
+    data: Iterable[Any], device: torch.device, *, seed: int, epoch: int, start: int = 0
 ) -> Iterator[Batch]:
     """The batches of an epoch from position `start` on.
 

@@ -161,7 +161,7 @@ class _Training:
         state = self.state
         try:
             for batch in epoch_batches(
-                self.train, self.device, self.recipe.seed, state.epoch, state.position
+                self.train, self.device, seed=self.recipe.seed, epoch=state.epoch, start=state.position
             ):
                 self._step(batch)
                 show(state.epoch, state.position, state.tally)
@@ -241,7 +241,7 @@ class _Training:
         model.train().eval()  # train() makes modules drop tensors that they derived from old weights
         with torch.no_grad(), self.accelerator.autocast():
             for batch in epoch_batches(
-                self.validation, self.device, self.recipe.seed, self.state.epoch, start=0
+                self.validation, self.device, seed=self.recipe.seed, epoch=self.state.epoch
             ):
                 output = forward(model, batch)
                 tally.add(float(mean_loss(self.recipe.loss, output, batch)), output, batch)

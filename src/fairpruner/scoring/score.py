@@ -2,62 +2,33 @@
 
 from __future__ import annotations
 
-import itertools
-import statistics
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fairpruner.core.arrays import Floats
-from fairpruner.core.correlation import spearman
 from fairpruner.core.scores import Scores
 from fairpruner.core.spaces import Spaces
-from fairpruner.discovery import discover
-from fairpruner.errors import FairprunerError, FairprunerWarning
-from fairpruner.inputs.batches import (
-    Batch,
-    check_rereadable,
-    forward,
-    in_halves,
-    no_samples,
-    read_batches,
-)
+from fairpruner.inputs.batches import Batch, in_halves, read_batches
 from fairpruner.inputs.losses import Loss
-from fairpruner.inputs.tokens import real_tokens
 from fairpruner.inputs.workers import naming_dead_workers
 from fairpruner.models.attention import plain_attention
 from fairpruner.models.calling import evaluating
 from fairpruner.models.devices import device_of_model
-from fairpruner.models.features import LastInput
-from fairpruner.models.fingerprint import check_same_model
-from fairpruner.models.reads import NotObservable
 from fairpruner.models.supported import check_has_numbers
 from fairpruner.scoring.calibration import Calibration
 from fairpruner.scoring.gradients import only_gradients_of
+from fairpruner.scoring.noise import warn_of_noise
 from fairpruner.scoring.objective import Objective
+from fairpruner.scoring.preparing import class_groups, prepare, spaces_of, with_first
 from fairpruner.scoring.processes import Processes
 from fairpruner.scoring.samples import RunningSignal
 from fairpruner.scoring.signals.base import Context, Result, Side
-from fairpruner.scoring.signals.classes import ClassGroups, group_classes
-from fairpruner.scoring.signals.selection import (
-    Asked,
-    ByKind,
-    Selection,
-    default_signals,
-    parse_signals,
-    select_signals,
-)
+from fairpruner.scoring.signals.selection import Asked, ByKind, Selection, parse_signals
 from fairpruner.terminal import progress
-
-# Below these rank correlations between two halves of the data, the ranks of experts are noise. 60 experts
-# reach them with about 50,000 tokens (benchmarks/routing.py).
-STABLE: dict[Side, float] = {"removal": 0.9, "protection": 0.4}
-MORE = "Give more tokens, of all kinds of text that matter; 100,000 are a good start."
-CALLER = 4  # stacklevel of the code that called `score`, in a function that `score` calls
 
 Results = Mapping[Side, Mapping[str, Result]]  # side -> name of the selection -> its result
 
@@ -101,18 +72,17 @@ def score(
     with torch.inference_mode(False), torch.enable_grad(), evaluating(model):
         device = device_of_model(model)
         processes = Processes.current(device)
-        grouping = None if groups is None else _group(model, data, device, groups=groups, seed=seed)
-        first, batches = _with_first(read_batches(data, device, model))
-        spaces = _spaces(model, spaces, first)
+        grouping = None if groups is None else class_groups(model, data, device, groups=groups, seed=seed)
+        first, batches = with_first(read_batches(data, device, model))
+        spaces = spaces_of(model, spaces, first)
         objective = Objective.of(model, first, loss, seed)
-        wanted = {side: signals or (_default(side, objective),) for side, signals in asked.items()}
-        spaces, chosen, calibration = _prepared(
-            model, spaces, first, wanted=wanted, objective=objective, grouping=grouping
+        spaces, selections, calibration = prepare(
+            model, spaces, first, asked=asked, objective=objective, grouping=grouping
         )
         classes = calibration.classes if groups is None else groups
         running = {
-            side: _started(selections, Context(model, spaces, side, classes, seed))
-            for side, selections in chosen.items()
+            side: _started(of_side, Context(model, spaces, side, classes, seed))
+            for side, of_side in selections.items()
         }
         signals = [one for of_side in running.values() for one in of_side]
         with (
@@ -137,44 +107,8 @@ def score(
     if None in asked.values():
         settings["why"] = objective.sentence(*(list(results[side]) for side in results))
     scores = _scores(spaces, results, samples, settings)
-    _warn_of_noise(scores)
+    warn_of_noise(scores)
     return scores
-
-
-def _with_first(batches: Iterator[Batch]) -> tuple[Batch, Iterator[Batch]]:
-    """The first batch, and all batches from the first on."""
-    first = next(batches, None)
-    if first is None:
-        raise no_samples()
-    return first, itertools.chain([first], batches)
-
-
-def _default(side: Side, objective: Objective) -> ByKind:
-    return default_signals(side, classes=objective.has_classes, drawn=objective.draws_labels)
-
-
-def _prepared(
-    model: nn.Module,
-    spaces: Spaces,
-    first: Batch,
-    *,
-    wanted: Mapping[Side, Sequence[ByKind]],
-    objective: Objective,
-    grouping: ClassGroups | None,
-) -> tuple[Spaces, dict[Side, tuple[Selection, ...]], Calibration]:
-    """The spaces that can be observed, as the first batch shows, with their signals and the calibration."""
-
-    def prepare(spaces: Spaces) -> tuple[dict[Side, tuple[Selection, ...]], Calibration, dict[str, str]]:
-        chosen = {side: select_signals(side, signals, spaces) for side, signals in wanted.items()}
-        calibration = Calibration(model, spaces, _distinct(chosen), objective=objective, grouping=grouping)
-        with objective.mode(model), plain_attention(model):
-            return chosen, calibration, calibration.look(first)
-
-    chosen, calibration, hidden = prepare(spaces)
-    if hidden:
-        spaces = _without_hidden(spaces, hidden)
-        chosen, calibration, _ = prepare(spaces)
-    return spaces, chosen, calibration
 
 
 def _pass(
@@ -191,34 +125,6 @@ def _pass(
             samples += batch.size
             advance(batch.size)
     return samples
-
-
-def _without_hidden(spaces: Spaces, hidden: Mapping[str, str]) -> Spaces:
-    """The spaces that can be observed, with a warning that names the others; an error if none is left."""
-    gone = {name: reason for name, reason in hidden.items() if name in spaces.names}
-    reasons = list(dict.fromkeys(gone.values()))
-    if len(gone) == len(spaces):
-        raise NotObservable(next(iter(gone)), reasons[0])
-    for reason in reasons:
-        names = sorted(name for name in gone if gone[name] == reason)
-        warnings.warn(
-            f"Left out of the scores: {', '.join(names)}. {reason}", FairprunerWarning, stacklevel=CALLER + 1
-        )
-    return spaces.without(gone)
-
-
-def _distinct(chosen: Mapping[Side, Sequence[Selection]]) -> list[Selection]:
-    """The selections of both sides, refused if two that see data share a name.
-
-    The scores of the two halves of the data are stored under the name alone, without the side.
-    """
-    selections = [selection for of_side in chosen.values() for selection in of_side]
-    names = [selection.name for selection in selections if any(signal.needs for signal in selection.signals)]
-    if len(set(names)) != len(names):
-        raise FairprunerError(
-            f"A removal and a protection signal share a name, found {sorted(names)}: rename one."
-        )
-    return selections
 
 
 def _started(selections: Sequence[Selection], context: Context) -> list[RunningSignal]:
@@ -243,64 +149,6 @@ def _results(signals: Sequence[RunningSignal]) -> dict[str, Result]:
             {**before.settings, **result.settings},
         )
     return found
-
-
-def _spaces(model: nn.Module, spaces: Spaces | None, first: Batch) -> Spaces:
-    """The given spaces, checked to be this model's, or those that discovery finds from the first sample."""
-    if spaces is None:
-        spaces = discover(model, first.rows(0, 1).inputs)
-    check_same_model(model, spaces.fingerprint, "The spaces belong", step="Discover them again.")
-    if not len(spaces):
-        raise FairprunerError(
-            f"There is nothing to score in {type(model).__name__}: no spaces were given, and"
-            f" {len(spaces.left_out)} were left out."
-        )
-    return spaces
-
-
-def _group(
-    model: nn.Module, data: Iterable[Any], device: torch.device, *, groups: int, seed: int
-) -> ClassGroups:
-    """Cluster the classes by their mean penultimate features, in a forward pass of its own."""
-    check_rereadable(data, f"groups={groups} reads it twice")
-
-    def features() -> Iterator[tuple[Tensor, Tensor]]:
-        with progress("grouping classes", data) as advance, torch.no_grad():
-            for batch in read_batches(data, device, model):
-                with LastInput() as last:
-                    forward(model, batch)
-                advance(batch.size)
-                yield last.features(batch.size, real_tokens(batch.inputs)), batch.class_labels()
-
-    return group_classes(features(), groups, seed)
-
-
-def _warn_of_noise(scores: Scores) -> None:
-    """Warn if two halves of the data rank the experts too differently.
-
-    Experts that are used rarely need many tokens.
-    """
-    if scores.samples == 1 and any(space.kind == "expert" for space in scores.spaces):
-        warnings.warn(
-            f"One sample cannot rank experts: no second one shows how far the ranks vary. {MORE}",
-            FairprunerWarning,
-            stacklevel=CALLER,
-        )
-    for (side, expected), signal in zip(STABLE.items(), scores.active, strict=True):
-        halves = scores.halves.get(signal, {})
-        agreement = [
-            spearman(*halves[space.name]) or 0.0
-            for space in scores.spaces
-            if space.kind == "expert" and space.name in halves
-        ]
-        if agreement and (found := statistics.median(agreement)) < expected:
-            warnings.warn(
-                f"The {scores.samples:,} samples are too few to rank experts for {side} by {signal!r}:"
-                f" between two halves of them the ranks correlate by {found:.2f}, expected at least"
-                f" {expected}. {MORE}",
-                FairprunerWarning,
-                stacklevel=CALLER,
-            )
 
 
 def _scores(spaces: Spaces, results: Results, samples: int, settings: Mapping[str, Any]) -> Scores:
