@@ -33,7 +33,7 @@ def call_directly(model: nn.Module, example: Any) -> Any:
 
 
 def call_checked(model: nn.Module, example: Any) -> Any:
-    """`call`, with a failure turned into one sentence that shows the example."""
+    """`call`; a failure is reported in one sentence that shows the example."""
     try:
         return call(model, example)
     except FairprunerError:
@@ -46,7 +46,7 @@ def call_checked(model: nn.Module, example: Any) -> Any:
 
 
 def copied(value: Any) -> Any:
-    """An example in memory of its own: the same structure, every tensor cloned, other objects copied."""
+    """A copy of an example: the same structure, every tensor cloned, other objects copied."""
     return _copied(value, {})
 
 

@@ -118,7 +118,7 @@ def _examined(model: nn.Module) -> dict[str, ExpertBlock | str]:
 
 
 def _unfound(modules: dict[str, nn.Module], found: Collection[str]) -> dict[str, str]:
-    """Path -> reason, for modules with a number of experts that are no part of what was found."""
+    """Path -> reason, for modules that count experts and belong to no block that was found."""
     counting = {place for path, module in modules.items() if (place := _counting_block(path, module))}
     reason = (
         f"it has a number of experts, but no {FORMS} in an attribute named after them beside a router with a"
@@ -132,7 +132,7 @@ def _unfound(modules: dict[str, nn.Module], found: Collection[str]) -> dict[str,
 
 
 def _nested(path: str, other: str) -> bool:
-    """Whether two paths are equal or one leads to the other."""
+    """Whether two paths are equal, or one lies inside the other."""
     return f"{path}.".startswith(f"{other}.") or f"{other}.".startswith(f"{path}.")
 
 

@@ -15,7 +15,7 @@ from fairpruner.models.precision import widened
 
 
 class LastInput(TorchFunctionMode):
-    """Keeps the input of the last convolution or matrix product of a forward, as features [N, C]."""
+    """Keeps the input of the last convolution or matrix product of a forward pass, as features [N, C]."""
 
     def __init__(self) -> None:
         super().__init__()

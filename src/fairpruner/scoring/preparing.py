@@ -53,7 +53,7 @@ def spaces_of(model: nn.Module, spaces: Spaces | None, first: Batch) -> Spaces:
 def class_groups(
     model: nn.Module, data: Iterable[Any], device: torch.device, *, groups: int, seed: int
 ) -> ClassGroups:
-    """Cluster the classes by their mean penultimate features, in a forward pass of its own."""
+    """Cluster the classes by their mean penultimate features, in a separate forward pass."""
     check_rereadable(data, f"groups={groups} reads it twice")
 
     def features() -> Iterator[tuple[Tensor, Tensor]]:

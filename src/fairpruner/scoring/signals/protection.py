@@ -140,7 +140,7 @@ def _by_owner(means: Floats, owner: Ints, size: int) -> Floats:
 
 
 def _crossings(space: UnitSpace) -> list[_Crossing]:
-    """For each tensor that units own along both dims, the elements where a unit meets itself."""
+    """For each tensor that units own along both dims, the elements in a row and a column of one unit."""
     owners: dict[str, dict[int, Ints]] = {}
     for part in space.slices:
         owners.setdefault(part.tensor, {})[part.dim] = part.owner

@@ -203,7 +203,7 @@ class _Remaining:
         self._begin()
 
     def _begin(self) -> None:
-        """Take the diagonals of A and G, and forget the removals before."""
+        """Start a block of removals from the present A and G."""
         rows, capacity = len(self._inverse), max(BLOCK_ROWS, self._width)
         self._alive = torch.ones(rows // self._width, dtype=torch.bool)
         self._diagonal = _diagonal_blocks(self._inverse, self._width)  # [units, D, D], of A
