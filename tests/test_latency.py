@@ -311,7 +311,7 @@ def test_a_clear_multiple_is_found_and_an_unclear_one_is_not_believed() -> None:
 def no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times that follow the work exactly, in place of a clock's."""
 
-    def times(models: list[nn.Module], *_: Any) -> tuple[np.ndarray, np.ndarray]:
+    def times(models: list[nn.Module], *_: Any, **__: Any) -> tuple[np.ndarray, np.ndarray]:
         flops = np.array([[float(n) for n in work_of(net)] for net in models])
         whole = flops.sum(axis=1) / 1e5
         whole[0] *= 1.1  # page faults, say
