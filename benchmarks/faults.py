@@ -1,10 +1,11 @@
 """Kill, starve and break every stage that writes, and count what is lost: python benchmarks/faults.py
 
-Each trial runs one stage in a process of its own, over outputs that are there already, and hurts it: SIGKILL
-or SIGTERM at a random moment or at an aimed one (before a given call that flushes, renames or removes), a
-full disk, a read-only folder, a loader or model that raises, a worker of a loader that dies. Then the old
-outputs or the whole new ones must be there, the sources untouched, and the same command must succeed and
-leave no stray file. Counts go to benchmarks/results/faults.json, where a stopped run goes on.
+Each trial runs one stage in a process of its own, over outputs that are there already, and hurts it: SIGKILL,
+SIGTERM or SIGINT at a random moment or at an aimed one (before one of the calls that flush, rename or remove
+files), a full disk, a read-only folder, a loader, loss or model that raises, a worker of a loader that dies.
+Then the old outputs or the whole new ones must be there, the sources untouched, and the same command must
+succeed and leave no stray file. A kill counts only if it ended the process. Counts go to
+benchmarks/results/faults.json, where a stopped run goes on.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -33,10 +35,17 @@ import torchvision_shim  # noqa: F401  # so that transformers imports
 import fairpruner as fp
 from fairpruner.cli import app
 from fairpruner.core import writing
+from fairpruner.inputs.sources import factory_of
 
 RESULTS = Path(__file__).parent / "results" / "faults.json"
-ENDINGS = {"score": ".safetensors", "plan": ".json"}
-STAGES = ("score", "plan", "cut", "stream", "recover", "prune")
+OUTPUTS = {
+    "score": "outputs/score.safetensors",
+    "plan": "outputs/plan.json",
+    **{stage: f"outputs/{stage}" for stage in ("cut", "stream", "save", "recover", "prune")},
+}
+STAGES = tuple(OUTPUTS)
+SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGKILL, signal.SIGKILL, signal.SIGINT)
+MOMENTS = (0, 40, 63)  # samples at which the user's code fails
 SPAWN = multiprocessing.get_context("fork")  # torch is imported once, and no thread of it runs yet
 AIMED = (  # functions before whose n-th call a process is killed
     (os, "fsync"),
@@ -50,51 +59,60 @@ import os
 import torch
 from torch import nn
 
+def now(fault, sample):
+    return os.environ.get("FAULT") == fault and os.environ.get("SAMPLE") == str(sample)
+
+class Breaks(nn.Linear):
+    def forward(self, x):
+        marks = x.detach()[:, 0].tolist()
+        if len(marks) > 1 and any(now("model", int(mark)) for mark in marks):
+            raise ZeroDivisionError("in the middle of the forward pass")
+        return super().forward(x)
+
 def build():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
+    return nn.Sequential(Breaks(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
 
 class Data(torch.utils.data.Dataset):
     def __len__(self):
         return 64
     def __getitem__(self, i):
-        if i == 40 and os.environ.get("FAULT") == "worker":
+        if now("worker", i):
             os._exit(3)
-        if i == 40 and os.environ.get("FAULT") == "loader":
+        if now("loader", i):
             raise OSError("the disk of the data is gone")
         x = torch.randn(8, generator=torch.Generator().manual_seed(i))
-        return (x * 40 if i == 40 else x), i % 4
+        x[0] = i
+        return x, i % 4
 
 def batches():
     workers = 1 if os.environ.get("FAULT") == "worker" else 0
     return torch.utils.data.DataLoader(Data(), 16, num_workers=workers)
 
-class Breaks(nn.Linear):
-    def forward(self, x):
-        if os.environ.get("FAULT") == "model" and x.shape[0] > 1 and float(x.detach().abs().max()) > 30:
-            raise ZeroDivisionError("in the middle of the forward pass")
-        return super().forward(x)
+calls = [0]
+
+def loss(output, labels):
+    calls[0] += 1
+    if os.environ.get("FAULT") == "loss" and calls[0] > int(os.environ["SAMPLE"]) // 16:
+        raise ZeroDivisionError("in the middle of the loss")
+    return nn.functional.cross_entropy(output, labels)
 """
 
 
 def prepare(place: Path) -> None:
     """A net, its data, a model of Hugging Face, and the outputs of an earlier run of every stage."""
-    (place / "net.py").write_text(NET.replace("nn.Linear(8, 64)", "Breaks(8, 64)"))
+    (place / "net.py").write_text(NET)
     os.chdir(place)
     for stage in STAGES:
-        assert run(command(stage)) == 0, (stage, (place / "output.txt").read_text())
+        assert run(stage) == 0, (stage, (place / "output.txt").read_text())
     shutil.copytree(place / "outputs", place / "before")
     shutil.rmtree(place / "before" / "checkpoints")  # a recovery that is done would not train again
 
 
 def command(stage: str) -> list[str]:
     data = ["--data", "net.py:batches"]
-    out = [
-        "-o",
-        f"outputs/{stage}{'.safetensors' if stage == 'score' else '.json' if stage == 'plan' else ''}",
-    ]
     commands = {
-        "score": ["score", "net.py:build", *data, "--removal", "l1"],
+        "score": ["score", "net.py:build", *data, "--removal", "l1", "--loss", "net.py:loss"],
         "plan": ["plan", "outputs/score.safetensors", "--keep", "flops=0.6"],
         "cut": ["cut", "net.py:build", "outputs/plan.json"],
         "stream": ["cut", "hf:whole", "stream.json", "--stream", "--max-shard-size", "40KB"],
@@ -102,7 +120,13 @@ def command(stage: str) -> list[str]:
         "prune": ["prune", "net.py:build", *data, "--keep", "flops=0.7", "--removal", "l1"],
     }
     extra = ["--checkpoints", "outputs/checkpoints"] if stage == "recover" else []
-    return [*commands[stage], *extra, *out, "--force"]
+    return [*commands[stage], *extra, "-o", OUTPUTS[stage], "--force"]
+
+
+def save_from_python() -> None:
+    """The stage that has no command: `fp.save` over an earlier folder."""
+    plan = fp.Plan.load("outputs/plan.json")
+    fp.save(fp.cut(factory_of("net.py:build")(), plan), plan, OUTPUTS["save"], force=True)
 
 
 def whole_model(place: Path) -> None:
@@ -118,13 +142,13 @@ def whole_model(place: Path) -> None:
     fp.Plan.removing(spaces, {s.name: range(9) for s in spaces}).save(place / "stream.json")
 
 
-def run(arguments: list[str]) -> int:
-    """The exit code of a command in a process of its own, minus the signal that ended it."""
-    return finish(start(arguments))
+def run(stage: str) -> int:
+    """The exit code of a stage in a process of its own, minus the signal that ended it."""
+    return finish(start(stage))
 
 
-def start(arguments: list[str], hurt: Callable[[], None] | None = None) -> Any:
-    process = SPAWN.Process(target=work, args=(arguments, hurt))
+def start(stage: str, hurt: Callable[[], None] | None = None) -> Any:
+    process = SPAWN.Process(target=work, args=(stage, hurt))
     process.start()
     return process
 
@@ -137,13 +161,22 @@ def finish(process: Any) -> int:
     return int(process.exitcode)
 
 
-def work(arguments: list[str], hurt: Callable[[], None] | None) -> None:
+def work(stage: str, hurt: Callable[[], None] | None) -> None:
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job in the background ignores
     os.dup2(os.open("output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
     os.dup2(2, 1)
     if hurt is not None:
         hurt()
-    app(arguments, prog_name="fairpruner")
+    if stage != "save":
+        app(command(stage), prog_name="fairpruner")
+    try:
+        save_from_python()
+    except fp.FairprunerError as error:
+        print(f"Error: {error}", flush=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 # Faults
@@ -152,19 +185,42 @@ def work(arguments: list[str], hurt: Callable[[], None] | None) -> None:
 def aimed(number: int, target: int, what: signal.Signals) -> Callable[[], None]:
     """Be killed before the given call of a function that decides what is on the disk."""
 
+    def kill(calls: int) -> None:
+        if calls == number:
+            os.kill(os.getpid(), what)
+
+    return lambda: before_calls(target, kill)
+
+
+def before_calls(target: int, act: Callable[[int], None]) -> None:
+    """Have `act` called with the number of each call of a function, before it."""
+    module, name = AIMED[target]
+    usual, calls = getattr(module, name), [0]
+
+    def counting(*arguments: Any, **options: Any) -> Any:
+        calls[0] += 1
+        act(calls[0])
+        return usual(*arguments, **options)
+
+    setattr(module, name, counting)
+
+
+def aims(stage: str, place: Path) -> list[tuple[int, int]]:
+    """All calls before which a stage can be killed: the number of the call, and of the function."""
+    counts = place / "calls.txt"
+
+    def note(target: int, number: int) -> None:
+        with counts.open("a") as file:
+            file.write(f"{number} {target}\n")
+
     def hurt() -> None:
-        module, name = AIMED[target]
-        usual, calls = getattr(module, name), [0]
+        for target in range(len(AIMED)):
+            before_calls(target, partial(note, target))
 
-        def counting(*arguments: Any, **options: Any) -> Any:
-            calls[0] += 1
-            if calls[0] == number:
-                os.kill(os.getpid(), what)
-            return usual(*arguments, **options)
-
-        setattr(module, name, counting)
-
-    return hurt
+    restore(place)
+    counts.write_text("")
+    assert finish(start(stage, hurt)) == 0
+    return [(int(number), int(target)) for number, target in map(str.split, counts.read_text().splitlines())]
 
 
 def full_disk(limit: int) -> Callable[[], None]:
@@ -206,8 +262,8 @@ def read_only() -> None:
     os.mkdir = mkdir
 
 
-def fault(name: str) -> Callable[[], None]:
-    return lambda: os.environ.__setitem__("FAULT", name)
+def fault(name: str, sample: int) -> Callable[[], None]:
+    return lambda: os.environ.update(FAULT=name, SAMPLE=str(sample))
 
 
 # Judging
@@ -216,8 +272,7 @@ def fault(name: str) -> Callable[[], None]:
 def judge(stage: str, code: int, place: Path) -> Counter[str]:
     """What was found wrong after a trial; nothing in a good one."""
     wrong: Counter[str] = Counter()
-    output = place / command(stage)[command(stage).index("-o") + 1]
-    if not readable(stage, output):
+    if not readable(stage, place / OUTPUTS[stage]):
         wrong["output lost or half-written"] += 1
     for name in ("net.py", "whole", "stream.json"):
         if not same(place / name, place / "sources" / name):
@@ -227,7 +282,7 @@ def judge(stage: str, code: int, place: Path) -> Counter[str]:
         wrong["traceback"] += 1
     if code == 0:
         return wrong
-    if run(command(stage)) != 0:
+    if run(stage) != 0:
         wrong["next run fails"] += 1
     elif any(path.name.startswith((".fairpruner-", ".tmp")) for path in (place / "outputs").rglob("*")):
         wrong["stray file after the next run"] += 1
@@ -264,61 +319,63 @@ def restore(place: Path) -> None:
 def kills(place: Path, number: int, results: dict[str, Any]) -> None:
     """Kills at random and aimed moments, over all stages in turn, on from those that were counted before."""
     took = {stage: seconds(stage, place) for stage in STAGES}
-    done = sum(row["trials"] for name, row in results.items() if name.startswith("SIG"))
+    points = {stage: aims(stage, place) for stage in STAGES}
+    done = sum(sum(row["trials"].values()) for name, row in results.items() if name.startswith("SIG"))
     for trial in range(done, number):
         rng = random.Random(trial)
-        stage = STAGES[trial % len(STAGES)]
-        what = signal.SIGTERM if trial // (2 * len(STAGES)) % 3 == 2 else signal.SIGKILL
-        way = "aimed" if (trial // len(STAGES)) % 2 else "random"
-        restore(place)
-        if way == "aimed":
-            hurt = aimed(1 + rng.randrange(4), rng.randrange(len(AIMED)), what)
-            code = finish(start(command(stage), hurt))
-        else:
-            process = start(command(stage))
-            time.sleep(rng.random() * took[stage])
-            os.kill(process.pid, what)
-            code = finish(process)
-        row = results.setdefault(f"{what.name}, {way} moment", {"trials": 0, "ended by it": 0, "wrong": {}})
-        row["trials"] += 1
-        row["ended by it"] += code in (-what, 130)
-        for name, times in judge(stage, code, place).items():
-            row["wrong"][f"{stage}: {name}"] = row["wrong"].get(f"{stage}: {name}", 0) + times
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+        stage, turn = STAGES[trial % len(STAGES)], trial // len(STAGES)
+        way, what = ("random", "aimed")[turn % 2], SIGNALS[turn // 2 % len(SIGNALS)]
+        code = 0
+        while code not in (-what, 130):
+            restore(place)
+            if way == "aimed":
+                code = finish(start(stage, aimed(*rng.choice(points[stage]), what)))
+            else:
+                process = start(stage)
+                time.sleep(rng.random() * took[stage])
+                os.kill(process.pid, what)
+                code = finish(process)
+        count(results, f"{what.name}, {way} moment", stage, judge(stage, code, place))
+
+
+def count(results: dict[str, Any], name: str, stage: str, wrong: Counter[str]) -> None:
+    row = results.setdefault(name, {"trials": {}, "wrong": {}})
+    row["trials"][stage] = row["trials"].get(stage, 0) + 1
+    for found, times in wrong.items():
+        row["wrong"][f"{stage}: {found}"] = row["wrong"].get(f"{stage}: {found}", 0) + times
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def seconds(stage: str, place: Path) -> float:
     restore(place)
     begin = time.monotonic()
-    assert run(command(stage)) == 0
+    assert run(stage) == 0
     return time.monotonic() - begin
 
 
 def others(place: Path, results: dict[str, Any]) -> None:
     """Full disks, a read-only folder, and user code that fails midway; those not counted before."""
-    faults: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
-        "full disk, file size": (full_disk(2000), STAGES),
-        "full disk, first flush": (no_room(1), STAGES),
-        "full disk, third flush": (no_room(3), ("cut", "stream", "recover", "prune")),
-        "read-only folder": (read_only, STAGES),
-        "loader raises midway": (fault("loader"), ("score", "recover", "prune")),
-        "worker of the loader dies": (fault("worker"), ("score", "recover", "prune")),
-        "model raises midway": (fault("model"), ("score", "recover", "prune")),
+    folders, data = ("cut", "stream", "save", "recover", "prune"), ("score", "recover", "prune")
+    faults: dict[str, tuple[list[Callable[[], None]], tuple[str, ...]]] = {
+        "full disk, file size": ([full_disk(limit) for limit in (200, 1000)], STAGES),
+        "full disk, first flush": ([no_room(1)], STAGES),
+        "full disk, third flush": ([no_room(3)], folders),
+        "read-only folder": ([read_only], STAGES),
+        "loader raises midway": ([fault("loader", sample) for sample in MOMENTS], data),
+        "worker of the loader dies": ([fault("worker", sample) for sample in MOMENTS], data),
+        "loss raises midway": ([fault("loss", sample) for sample in MOMENTS], ("score",)),
+        "model raises midway": ([fault("model", sample) for sample in MOMENTS], data),
     }
-    for name, (hurt, stages) in faults.items():
-        if name in results:
-            continue
-        row = results[name] = {"trials": 0, "one sentence, exit 1": 0, "wrong": {}}
-        for stage in stages:
+    for name, (hurts, stages) in faults.items():
+        trials = [(stage, hurt) for stage in stages for hurt in hurts]
+        for stage, hurt in trials[sum(results.get(name, {"trials": {}})["trials"].values()) :]:
             restore(place)
-            (place / "outputs").chmod(0o755)
-            code = finish(start(command(stage), hurt))
-            (place / "outputs").chmod(0o755)
-            row["trials"] += 1
-            row["one sentence, exit 1"] += code == 1 and told(place)
-            for found, times in judge(stage, code, place).items():
-                row["wrong"][f"{stage}: {found}"] = times
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+            code = finish(start(stage, hurt))
+            clear = code == 1 and told(place)
+            wrong = judge(stage, code, place)
+            if not clear:
+                wrong["no sentence with exit 1"] += 1
+            count(results, name, stage, wrong)
 
 
 def told(place: Path) -> bool:
@@ -327,14 +384,13 @@ def told(place: Path) -> bool:
 
 
 def page() -> str:
-    """What each kind of fault lost, as Markdown."""
-    results = pages.results("faults")
-    rows = ["| fault | trials | ended by it | lost, broken or left over |", "|---|---|---|---|"]
-    for name, row in results.items():
-        ended = row.get("ended by it", row.get("one sentence, exit 1"))
+    """One row for each fault, as Markdown: trials by stage, and what was found wrong."""
+    rows = []
+    for name, row in sorted(pages.results("faults").items()):
+        trials = [str(row["trials"].get(stage, "")) for stage in STAGES]
         wrong = "; ".join(f"{what} {times}" for what, times in row["wrong"].items()) or "0"
-        rows.append(f"| {name} | {row['trials']} | {ended} | {wrong} |")
-    return "\n".join(rows)
+        rows.append((name, *trials, str(sum(row["trials"].values())), wrong))
+    return pages.table(("fault", *STAGES, "all", "lost, broken or left over"), rows)
 
 
 def main() -> None:
