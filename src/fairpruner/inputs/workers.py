@@ -1,22 +1,45 @@
-"""Worker processes of a data loader: one that dies is reported as such."""
+"""Worker processes of a data loader: one that dies is reported as such, where its batch is asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
 
 from fairpruner.errors import FairprunerError
+from fairpruner.models.torch_private import watch_worker_processes
 
 
 @contextmanager
 def naming_dead_workers() -> Iterator[None]:
-    """Inside, the death of a loader's worker process is a FairprunerError.
-
-    torch raises it from a signal handler, so it may come out of any line.
-    """
+    """Inside, the death of a loader's worker process is a FairprunerError."""
+    undo = defer_worker_deaths()
     try:
         yield
     except RuntimeError as error:
         if not str(error).startswith("DataLoader worker"):
             raise
         raise FairprunerError(f"A worker process of the data's loader died: {error}") from error
+    finally:
+        undo()
+
+
+def defer_worker_deaths() -> Callable[[], object]:
+    """From now on, a loader raises the death of its worker when it is asked for a batch; returns the undo.
+
+    By itself torch raises it at once, from a signal handler: in any line, also in one that reports an error
+    or cleans up.
+    """
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGCHLD"):
+        return lambda: None
+    watch_worker_processes()
+    usual: Any = signal.getsignal(signal.SIGCHLD)
+
+    def later(number: int, frame: Any) -> None:
+        with suppress(RuntimeError):
+            usual(number, frame)
+
+    signal.signal(signal.SIGCHLD, later)
+    return lambda: signal.signal(signal.SIGCHLD, usual)

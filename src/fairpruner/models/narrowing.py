@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +11,7 @@ from torch import nn
 
 from fairpruner.core.arrays import Ints
 from fairpruner.core.units import Slice, UnitSpace
-from fairpruner.models.calling import tensors_of
+from fairpruner.models.copying import deep_copy
 from fairpruner.models.counts import set_count
 from fairpruner.models.silencing import close
 
@@ -33,7 +32,7 @@ def kept_indices(
     for space in spaces:
         units = _units(space, removed)
         for part in space.slices if units.size else ():
-            gone.setdefault((part.tensor, part.dim), []).append(np.isin(part.owner, units))
+            gone.setdefault((part.tensor, part.dim), []).append(_gone(part.owner, space, units))
     keep: dict[str, dict[int, Ints]] = {}
     for (tensor, dim), masks in gone.items():
         keep.setdefault(tensor, {})[dim] = np.flatnonzero(~np.logical_or.reduce(masks))
@@ -53,7 +52,7 @@ def cut_units(
     for space in spaces:
         units = _units(space, removed)
         for count in space.counts if units.size else ():
-            counts.setdefault((count.module, count.attribute), []).append(np.isin(count.owner, units))
+            counts.setdefault((count.module, count.attribute), []).append(_gone(count.owner, space, units))
 
     def narrow(name: str, tensor: torch.Tensor) -> torch.Tensor:
         tensor = weights(name, tensor)
@@ -90,7 +89,8 @@ def mask_units(
     for space in spaces:
         units = _units(space, removed)
         for part in (*space.slices_of("read"), *space.slices_of("route")) if units.size else ():
-            quiet.setdefault(part.tensor, []).append((part, torch.from_numpy(np.isin(part.owner, units))))
+            gone = torch.from_numpy(_gone(part.owner, space, units))
+            quiet.setdefault(part.tensor, []).append((part, gone))
 
     def change(name: str, tensor: torch.Tensor) -> torch.Tensor:
         tensor = weights(name, tensor)
@@ -109,9 +109,16 @@ def _units(space: UnitSpace, removed: Mapping[str, Iterable[int]]) -> Ints:
     return np.fromiter(removed.get(space.name, ()), dtype=np.int64)
 
 
+def _gone(owner: Ints, space: UnitSpace, units: Ints) -> np.ndarray:
+    """True for each index that one of the units owns."""
+    removed = np.zeros(space.size + 1, dtype=bool)  # the last one is for -1, an index without an owner
+    removed[units] = True
+    return removed[owner]
+
+
 def copy_with(model: nn.Module, change: Change) -> nn.Module:
     """A deep copy whose tensors are changed on the way, so that no unchanged full-size copy exists."""
-    memo: dict[int, object] = {}
+    memo: dict[int, Any] = {}
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             fresh = change(name, tensor.detach())
@@ -119,14 +126,7 @@ def copy_with(model: nn.Module, change: Change) -> nn.Module:
             if isinstance(tensor, nn.Parameter):
                 fresh = nn.Parameter(fresh, requires_grad=tensor.requires_grad)
             memo[id(tensor)] = fresh
-    for value in (v for module in model.modules() for k, v in vars(module).items() if k not in HELD):
-        if type(value) in EMPTY and not value:
-            memo[id(value)] = type(value)()  # the dicts of hooks, most of what deepcopy would visit
-        # A block may keep a loss from its last call; deepcopy refuses tensors with a gradient history.
-        for kept in tensors_of(value):
-            if kept.grad_fn is not None:
-                memo[id(kept)] = kept.detach().clone()
-    fresh_model = copy.deepcopy(model, memo)
+    fresh_model = deep_copy(model, memo)
     modes = [module.training for module in fresh_model.modules()]
     fresh_model.train()  # makes modules drop tensors that they derived from the old weights
     for module, training in zip(fresh_model.modules(), modes, strict=True):

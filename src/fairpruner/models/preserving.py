@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import is_dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -72,9 +72,14 @@ class _Memory:
 
     def restore(self) -> None:
         """Undo all changes."""
-        with ExitStack() as stack:  # runs all of them, even if one raises
-            for undo in self._undo:
-                stack.callback(undo)
+        failed: BaseException | None = None
+        for undo in reversed(self._undo):
+            try:
+                undo()
+            except BaseException as error:  # noqa: PERF203 (one that fails does not keep others from it)
+                failed = failed or error
+        if failed is not None:
+            raise failed
 
     def _remember(self, value: Any, depth: int) -> list[tuple[Any, int]]:
         """Note the present state of one object, and return the objects that it holds."""

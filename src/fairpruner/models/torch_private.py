@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils.data._utils.signal_handling import _set_SIGCHLD_handler
 from torch.utils.flop_counter import flop_registry
 
 __all__ = [
@@ -31,11 +32,13 @@ __all__ = [
     "plain_function",
     "tree_flatten",
     "tree_map_only",
+    "watch_worker_processes",
     "writes_of",
 ]
 
 AnyConvolution = _ConvNd  # of any number of dimensions, transposed ones too
 AnyBatchNorm = _BatchNorm
+watch_worker_processes = _set_SIGCHLD_handler  # as a loader does before it starts its first worker
 plain_function = torch._C.DisableTorchFunctionSubclass  # inside, tensor subclasses are plain tensors
 
 

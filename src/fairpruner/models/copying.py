@@ -1,0 +1,54 @@
+"""Copies of modules: what `copy.deepcopy` gives, in a fraction of its time."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import nn
+
+from fairpruner.models.calling import tensors_of
+
+# Values that need no copy. A module holds a dozen of them, and a dozen empty dicts for hooks.
+ATOMS = (bool, int, float, str, type(None), torch.Size, torch.dtype, torch.device)
+PROTOCOL = ("__reduce__", "__reduce_ex__")
+
+
+def deep_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A deep copy of a model. `memo` has the copies of some of its parts by id, as for `copy.deepcopy`."""
+    modules = list(model.modules())
+    for module in modules:
+        if _is_plain(type(module)):
+            memo[id(module)] = object.__new__(type(module))
+        for held in vars(module).values():
+            if type(held) in (dict, OrderedDict, set) and not held:
+                memo[id(held)] = type(held)()
+            elif type(held) not in ATOMS:
+                _detach(held, memo)
+    for module in modules:
+        if _is_plain(type(module)):
+            state = {
+                name: held if type(held) in ATOMS else copy.deepcopy(held, memo)
+                for name, held in vars(module).items()
+            }
+            memo[id(module)].__setstate__(state)
+    return copy.deepcopy(model, memo)
+
+
+def _detach(held: Any, memo: dict[int, Any]) -> None:
+    """A block may keep a loss from its last call: deepcopy refuses tensors with a history."""
+    for tensor in tensors_of(held):
+        if tensor.grad_fn is not None:
+            memo[id(tensor)] = tensor.detach().clone()
+
+
+def _is_plain(kind: type[nn.Module]) -> bool:
+    """Whether deepcopy would copy the attributes of such a module and no more."""
+    return not (
+        hasattr(kind, "__deepcopy__")
+        or hasattr(kind, "__slots__")
+        or any(getattr(kind, name) is not getattr(nn.Module, name) for name in PROTOCOL)
+        or getattr(kind, "__getstate__", None) is not getattr(nn.Module, "__getstate__", None)
+    )
