@@ -12,4 +12,4 @@ CHUNK = 10
 @pytest.mark.parametrize("first", range(0, 300, CHUNK))
 def test_any_network_is_cut_right_or_refused(first: int) -> None:
     outcomes = [check_network(seed) for seed in range(first, first + CHUNK)]
-    assert "cut" in outcomes
+    assert any(outcome.startswith("cut") for outcome in outcomes)

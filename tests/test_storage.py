@@ -346,6 +346,15 @@ def test_report_has_the_plans_numbers_and_the_measured_ones(
     assert {s["name"]: (s["kept"], s["size"]) for s in report["spaces"]}["conv1"] == (3, 6)
 
 
+def test_a_type_that_safetensors_lacks_is_one_clear_error(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    net.register_buffer("turns", torch.ones(3, dtype=torch.complex128))
+    plan = Plan.removing(fp.discover(net, torch.zeros(1, 4)), {"0": (1,)})
+    with pytest.raises(fp.FairprunerError, match=r"'turns' is complex128.*make it complex64"):
+        fp.save(fp.cut(net, plan), plan, tmp_path / "small")
+    assert not any(tmp_path.iterdir())
+
+
 def test_an_existing_empty_folder_is_filled_and_a_full_one_refused(
     pruned: tuple[nn.Module, Plan], tmp_path: Path
 ) -> None:

@@ -68,6 +68,12 @@ def read_all(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor]]:
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     """Write a safetensors file with the usual permissions; equal values give equal bytes."""
+    for name, tensor in tensors.items():
+        if tensor.dtype is torch.complex128:
+            raise FairprunerError(
+                f"Tensor {name!r} is complex128, which no safetensors file can hold: make it complex64, or"
+                " register it with persistent=False."
+            )
     path.touch()
     mode = path.stat().st_mode  # safetensors writes files that only their owner can read
     save_file(dict(tensors), path, metadata=dict(metadata))
