@@ -194,8 +194,14 @@ def write_sealed(kind: str, content: Callable[[], Any]) -> Callable[[Path, Bytes
 
 
 def write_sealed_tensors(kind: str, make: Callable[[Path], None]) -> Callable[[Path, Bytes], None]:
+    @cache
+    def whole() -> bytes:
+        with TemporaryDirectory() as folder:
+            make(Path(folder) / "file")
+            return (Path(folder) / "file").read_bytes()
+
     def write(path: Path, bytes_: Bytes) -> None:
-        make(path)
+        path.write_bytes(whole())
         if not bytes_.below(4):
             path.write_bytes(mutate_bytes(path.read_bytes(), bytes_))
             return
@@ -278,13 +284,30 @@ def read_weights(suffix: str) -> Callable[[Path], None]:
     return lambda path: load_weights(Net(), path.rename(path.with_suffix(suffix)))
 
 
-def write_folder(path: Path, bytes_: Bytes) -> None:
+@cache
+def folder_files() -> dict[str, bytes]:
+    """A saved model: the name and content of each of its files."""
     net, plan, _ = made()
-    fp.save(fp.cut(net, plan), plan, path)
+    with TemporaryDirectory() as folder:
+        fp.save(fp.cut(net, plan), plan, Path(folder) / "small")
+        return {file.name: file.read_bytes() for file in (Path(folder) / "small").iterdir()}
+
+
+write_model_file = write_sealed_tensors("model", lambda path: _copy(path, "model.safetensors"))
+
+
+def _copy(path: Path, name: str) -> None:
+    path.write_bytes(folder_files()[name])
+
+
+def write_folder(path: Path, bytes_: Bytes) -> None:
+    path.mkdir()
+    for name in folder_files():
+        _copy(path / name, name)
     name = bytes_.pick(("plan.json", "model.safetensors", "report.json"))
     content = (path / name).read_bytes()
     if name == "model.safetensors":
-        write_sealed_tensors("model", lambda _: None)(path / name, bytes_)
+        write_model_file(path / name, bytes_)
     elif bytes_.below(3):
         value = mutate_json(json.loads(content), bytes_)
         if isinstance(value, dict) and bytes_.below(2):
