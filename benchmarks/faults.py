@@ -33,7 +33,7 @@ import torch
 import torchvision_shim  # noqa: F401  # so that transformers imports
 
 import fairpruner as fp
-from fairpruner.cli import app
+from fairpruner.__main__ import main as main_of_the_command
 from fairpruner.core import writing
 from fairpruner.inputs.sources import factory_of
 
@@ -169,7 +169,8 @@ def work(stage: str, hurt: Callable[[], None] | None) -> None:
     if hurt is not None:
         hurt()
     if stage != "save":
-        app(command(stage), prog_name="fairpruner")
+        sys.argv = ["fairpruner", *command(stage)]
+        main_of_the_command()
     try:
         save_from_python()
     except fp.FairprunerError as error:

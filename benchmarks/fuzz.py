@@ -35,7 +35,7 @@ SHARES = {
     **{"xz": 50, "plan": 50, "safetensors": 35, "pt": 30, "checkpoint": 12, "scores": 10, "measured": 6},
     **{"folder": 4, "configuration": 3},
 }
-ROUNDS = 20  # so often all kinds of files take their turn
+ROUNDS = 4  # so often all kinds of files take their turn
 
 
 def main() -> None:

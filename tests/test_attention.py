@@ -60,3 +60,24 @@ def test_heads_of_stock_attention_and_of_encoder_layers_are_cut() -> None:
     assert isinstance(small.layers[0].self_attn, nn.MultiheadAttention)
     with torch.no_grad():  # the fused kernel is on by default, and must not be handed these weights
         small(example)
+
+
+def test_a_narrower_input_of_stock_attention_runs_if_all_heads_stay() -> None:
+    """The stock module refuses an input that is narrower than its embedding, on its fused path too."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.enter, self.leave = nn.Linear(3, 16), nn.Linear(16, 2)
+            self.attention = nn.MultiheadAttention(16, 4, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.enter(x)
+            return self.leave(x + self.attention(x, x, x, need_weights=False)[0])
+
+    torch.manual_seed(0)
+    net, example = Net().double().eval(), torch.randn(2, 5, 3).double()
+    spaces = fp.discover(net, example)
+    plan = fp.Plan.removing(spaces, {"enter": (0, 3, 7)})
+    with torch.no_grad():
+        torch.testing.assert_close(fp.cut(net, plan)(example), fp.mask(net, plan)(example))

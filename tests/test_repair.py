@@ -587,3 +587,27 @@ def test_sums_that_have_no_room_together_are_taken_in_several_sweeps(monkeypatch
     assert outcomes[0] == outcomes[1]
     assert reads[1] > reads[0]
     assert errors[1] < 1.2 * errors[0] < 0.6 * float(squared(small(inputs), model(inputs)).detach())
+
+
+class Mixer(nn.Module):
+    """A weight over the positions, applied to every channel by itself: [batch, 3, 6] -> [batch, 2]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Conv1d(3, 8, 1), nn.Linear(8, 2)
+        self.over, self.back = nn.Linear(6, 5), nn.Linear(5, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        x = x + self.back(F.relu(self.over(x)))
+        return self.leave(x.mean(2))
+
+
+def test_a_weight_over_positions_is_not_refitted_where_channels_are_gone() -> None:
+    net, inputs = with_lively_weights(Mixer()), torch.randn(16, 3, 6).double()
+    plan = fp.Plan.removing(fp.discover(net, inputs[:1]), {"enter": (1, 4), "over": (0,)})
+    data = [(inputs, net(inputs).detach())]
+    found = fp.repair_with_notes(fp.cut(net, plan), net, plan, data, method="sequential", loss=F.mse_loss)
+    skipped = {note.subject: note.reason for note in found.notes if note.outcome == "skipped"}
+    assert skipped == {"back.weight": sequential.FEWER_ROWS}
+    assert any(note.subject == "leave.weight" and note.outcome == "repaired" for note in found.notes)

@@ -2,6 +2,7 @@
 
 from importlib.metadata import version
 
+from fairpruner import starting  # noqa: F401  # before all that takes seconds to import
 from fairpruner.allocation import allocate, shuffled, sweep
 from fairpruner.allocation.composition import compose
 from fairpruner.allocation.diagnostics import diagnose

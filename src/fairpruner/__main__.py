@@ -13,6 +13,9 @@ def main() -> None:
         sys.exit(
             f"Error: The command needs {error.name}, which is not installed: pip install 'fairpruner[cli]'."
         )
+    from fairpruner.inputs.workers import defer_worker_deaths
+
+    defer_worker_deaths()  # also while the process ends
     app(prog_name="fairpruner")
 
 

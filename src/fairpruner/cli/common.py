@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
-import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +25,7 @@ from fairpruner.errors import FairprunerError, FairprunerWarning
 from fairpruner.inputs.sources import PRETRAINED, is_zoo, load_model
 from fairpruner.inputs.workers import naming_dead_workers
 from fairpruner.models.devices import device_of_process
+from fairpruner.starting import STOPPED, interruptible
 from fairpruner.terminal import Printable
 
 
@@ -49,32 +48,12 @@ def plain_warnings() -> Iterator[None]:
         warnings.formatwarning = usual
 
 
-STOPPED = "Stopped. No output was left half-written."
-
-
-@contextmanager
-def sigterm_as_ctrl_c() -> Iterator[None]:
-    """Inside, a request to end (SIGTERM, as schedulers send it) is a KeyboardInterrupt."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
-        yield
-        return
-    usual = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, usual)
-
-
 class _Commands(TyperGroup):
     """Prints one sentence on stderr for a user's mistake (exit code 1) and for Ctrl-C (exit code 130)."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            with plain_warnings(), sigterm_as_ctrl_c(), naming_dead_workers():
+            with plain_warnings(), interruptible(), naming_dead_workers():
                 return super().invoke(ctx)
         except FairprunerError as error:
             print(f"Error: {error}", file=sys.stderr)

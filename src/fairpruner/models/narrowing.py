@@ -11,13 +11,12 @@ from torch import nn
 
 from fairpruner.core.arrays import Ints
 from fairpruner.core.units import Slice, UnitSpace
+from fairpruner.models.attention import STAND_INS
 from fairpruner.models.copying import deep_copy
 from fairpruner.models.counts import set_count
 from fairpruner.models.silencing import close
 
 Change = Callable[[str, torch.Tensor], torch.Tensor]
-HELD = ("_parameters", "_buffers", "_modules")  # where a module keeps what it holds
-EMPTY = (dict, OrderedDict, set, list)
 
 
 def _as_they_are(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -64,6 +63,10 @@ def cut_units(
     for (path, attribute), masks in counts.items():
         kept = ~np.logical_or.reduce(masks)
         set_count(small.get_submodule(path), attribute, int(kept.sum()), before=kept.size)
+    for path, module in small.named_modules():
+        # Also if all heads stay: the stock module refuses a narrower input too.
+        if type(module) in STAND_INS and any(name.startswith(f"{path}.".lstrip(".")) for name in keep):
+            module.__class__ = STAND_INS[type(module)]
     _update_attributes(model, small)
     for path, module in list(small.named_modules()):
         if isinstance(module, nn.ModuleList) and path in keep:

@@ -94,6 +94,13 @@ class Product:
         return WEIGHT_OPERATIONS[self.function].axis
 
     @property
+    def places(self) -> tuple[int, ...]:
+        """The sizes of the input without its channel axis: what the rows are numbered by."""
+        sizes = list(self.source.shape)
+        del sizes[self.axis]
+        return tuple(sizes)
+
+    @property
     def transposed(self) -> bool:
         """Whether this is a transposed convolution."""
         return WEIGHT_OPERATIONS[self.function].arguments == TRANSPOSED_CONVOLUTION

@@ -41,6 +41,7 @@ from fairpruner.repair.weight_uses import WeightUse, channel_scale, find_weight_
 POSITIONS = 32  # rows taken of each sample: neighbouring positions add little
 MOST_NUMBERS = 2**26  # in the sums of one half of the samples that are held at once
 TOO_LARGE = f"its sums hold more than {MOST_NUMBERS} numbers"
+FEWER_ROWS = "it is applied to every unit of a space by itself, and some of them were removed"
 
 
 def refit(job: Job) -> list[Note]:
@@ -62,7 +63,7 @@ def refit(job: Job) -> list[Note]:
         if not group:  # the data takes another way through the model than its first samples
             return notes + [Note(name, "skipped", UNSEEN) for name in waiting]
         notes += [
-            Note(name, "skipped", TOO_LARGE) if one.found is None else Note.of(name, one.found)
+            Note(name, "skipped", one.obstacle) if one.found is None else Note.of(name, one.found)
             for name, one in group.items()
         ]
         waiting = {name: use for name, use in waiting.items() if name not in group}
@@ -107,6 +108,7 @@ class _Target:
 
     rows: Rows
     values: Tensor  # [rows, kept outputs]
+    places: tuple[int, ...]  # of the weight's input in the original
 
 
 class _OriginalPass(Interceptor):
@@ -155,7 +157,7 @@ class _OriginalPass(Interceptor):
 
     def _take(self, product: Product, rows: Rows, values: Tensor) -> None:
         keep = product.kept_outputs(self._kept).to(values.device)
-        self.targets[product.name] = _Target(rows, values[:, keep])
+        self.targets[product.name] = _Target(rows, values[:, keep], product.places)
 
 
 class _Refit:
@@ -179,6 +181,7 @@ class _Refit:
         self.found: JudgedFit | None = None
         groups, features, outputs = self._before.slope.shape
         self.numbers = groups * features * max(features, outputs)  # in its sums
+        self.obstacle = TOO_LARGE if self.numbers > MOST_NUMBERS else ""
 
     def before(self, features: Tensor) -> Tensor:
         """What the weight as it was gives for features [G, rows, p]: [rows, outputs]."""
@@ -231,11 +234,15 @@ class _Group:
         self.complete = False
         self._room = MOST_NUMBERS
 
-    def refit_of(self, product: Product, small: Mapping[str, Tensor], use: WeightUse) -> _Refit | None:
+    def refit_of(
+        self, product: Product, small: Mapping[str, Tensor], use: WeightUse, target: _Target
+    ) -> _Refit | None:
         """The refit of the weight that is called now; None if it is not refitted in this sweep."""
         if not self.complete and product.name not in self.refits:
             new = _Refit(small, product, use)
-            if new.numbers > MOST_NUMBERS:  # no sweep has room for it: it is only named
+            if product.places != target.places:
+                new.obstacle = FEWER_ROWS
+            if new.obstacle:  # no sweep refits it: it is only named
                 self.refits[product.name] = new
             elif new.numbers > self._room:
                 self.complete = True
@@ -243,7 +250,7 @@ class _Group:
                 self.refits[product.name] = new
                 self._room -= new.numbers
         found = self.refits.get(product.name)
-        return found if found is not None and found.numbers <= MOST_NUMBERS else None
+        return found if found is not None and not found.obstacle else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -286,7 +293,7 @@ class _CutPass(Interceptor):
         use, target = self._uses.get(product.name), self._targets.get(product.name)
         if use is None or target is None:
             return product.run()
-        refit = self._group.refit_of(product, self._tensors, use)
+        refit = self._group.refit_of(product, self._tensors, use, target)
         if refit is None:
             return product.run()
         features = widened(product.features(target.rows).flatten(2))  # [G, rows, p]
