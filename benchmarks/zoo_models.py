@@ -214,7 +214,7 @@ def _moe(name: str) -> Entry:
 
     if name == "own_list":
         return plain_moe, plain_example
-    return functools.partial(moe, name), tokens
+    return lambda: moe(name).float(), tokens
 
 
 # ── diffusion, YOLO, graphs ─────────────────────────────────────────────────────────────────────

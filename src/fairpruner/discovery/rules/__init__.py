@@ -17,6 +17,7 @@ from fairpruner.discovery.rules.mixing import (
     layer_norm,
     pooling,
     reduction,
+    sampled,
 )
 from fairpruner.discovery.rules.moving import (
     copied,
@@ -50,7 +51,8 @@ _GROUPS: dict[Rule, str] = {
     embedding: "embedding",
     to_complex: "view_as_complex",
     to_real: "view_as_real",
-    gathered: "index_add index_put",
+    gathered: "index_add index_put scatter scatter_add scatter_reduce",
+    sampled: "grid_sampler_2d grid_sampler_3d cudnn_grid_sampler roi_align ps_roi_align roi_pool",
     glu: "glu",
     elementwise: (
         "_weight_norm_interface hardswish leaky_relu log_sigmoid_forward rrelu_with_noise _prelu_kernel"

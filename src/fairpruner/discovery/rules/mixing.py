@@ -31,16 +31,18 @@ def _settle(op: Operation, operands: Sequence[Shadow]) -> None:
 
 
 def gathered(op: Operation) -> None:
-    """index_add, and index_put of rows: rows of the source are added or written to rows of the target, as
-    the outputs of experts are.
+    """index_add, scatter_add, scatter_reduce, and index_put of rows: rows of the source are added or written
+    to rows of the target, as the messages of a graph's nodes or the outputs of experts are.
     """
     target = op.args[0]
-    dim, source = (op.args[1], op.args[3]) if op.name.startswith("index_add") else (0, op.args[2])
+    by_rows = op.name.startswith("index_put")
+    dim, source = (0, op.args[2]) if by_rows else (op.args[1] % max(target.ndim, 1), op.option(3, "src"))
     rows = op.shadow(source).maps
     plain = (
         is_whole(target)
         and source.ndim == target.ndim
-        and (op.name.startswith("index_add") or len(op.args[1]) == 1)
+        and all(n == m for d, (n, m) in enumerate(zip(source.shape, target.shape, strict=True)) if d != dim)
+        and (not by_rows or len(op.args[1]) == 1)
     )
     if not plain or any(extent(idmap)[dim] for idmap in rows):
         return unknown(op)
@@ -48,6 +50,15 @@ def gathered(op: Operation) -> None:
         spread = tuple(idmap.narrow(dim, 0, 1).expand(target.shape) for idmap in rows)
         op.put(op.algebra.combine(op.shadow(target), Shadow(spread), target.shape))
     return None
+
+
+def sampled(op: Operation) -> None:
+    """grid_sample, roi_align: the channels of an image at places that other numbers choose."""
+    image, places = op.args[:2]
+    op.algebra.lock(op.shadow(places), f"chooses places in {op.name}")
+    shadow = op.shadow(image)
+    pooled = op.algebra.reduce_all(shadow.maps, [d for d in range(image.ndim) if d != 1])
+    op.put([idmap.expand(op.result.shape) for idmap in pooled], shadow.weight)
 
 
 def glu(op: Operation) -> None:

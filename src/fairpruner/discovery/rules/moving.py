@@ -109,7 +109,7 @@ def unchanged(op: Operation) -> None:
 
 def copied(op: Operation) -> None:
     """copy_: the target takes the shadow of the source. If it is a slice of a tensor along dimensions that
-    hold no units, so does the whole tensor.
+    hold no units, so does the whole tensor; along others, just that part of it.
     """
     target, source = op.args[:2]
     maps = [idmap.expand(target.shape) for idmap in op.shadow(source).maps]
@@ -120,13 +120,27 @@ def copied(op: Operation) -> None:
         return unknown(op)
     sliced = [d for d in range(base.ndim) if base.shape[d] != target.shape[d]]
     if any(extent(idmap)[d] for idmap in maps for d in sliced):
-        return unknown(op)
+        return _written_into(op, base, maps)
     for d in sliced:
         maps = [idmap.narrow(d, 0, 1) for idmap in maps]
     spread = Shadow(tuple(idmap.expand(base.shape) for idmap in maps))
     for tensor, shadow in ((target, Shadow(tuple(i.expand(target.shape) for i in maps))), (base, spread)):
         op.put(op.algebra.combine(op.shadow(tensor), shadow, tensor.shape), result=tensor)
     return None
+
+
+def _written_into(op: Operation, base: torch.Tensor, maps: Sequence[IdMap]) -> None:
+    """Units written into a part of a tensor, as of a concatenation in place: the same part of its map holds
+    their ids.
+    """
+    target = op.args[0]
+    held = op.shadow(base).maps
+    if len(maps) != 1 or len(held) > 1 or not (is_whole(base) and base.is_contiguous()):
+        return unknown(op)
+    whole = held[0].clone(memory_format=torch.contiguous_format) if held else torch.full(base.shape, NONE)
+    whole.as_strided(target.shape, target.stride(), target.storage_offset()).copy_(maps[0])
+    op.put([whole], result=base)
+    return op.put(maps, result=target)
 
 
 def packed(op: Operation) -> None:
