@@ -30,10 +30,9 @@ def tune(
     small: nn.Module, targets: Targets, read: Callable[[], Iterator[Batch]], *, epochs: int = EPOCHS
 ) -> list[Note]:
     """Train `small` in place towards the original's activations; batch norms keep their statistics."""
+    if narrow := narrow_types(small):
+        return [Note("tune", "skipped", f"gradient steps need float32, found {', '.join(narrow)}")]
     parameters = [p for p in small.parameters() if p.is_floating_point()]
-    narrow = {str(p.dtype) for p in parameters} - set(map(str, WIDE))
-    if narrow:
-        return [Note("tune", "skipped", f"gradient steps need float32, found {', '.join(sorted(narrow))}")]
     optimizer = torch.optim.Adam(parameters, RATE)
     steps = epochs * sum(math.ceil(batch.size / SAMPLES) for batch in read())
     done = 0
@@ -53,6 +52,11 @@ def tune(
                     optimizer.step()
                     done += 1
     return [Note("tune", "repaired", f"{done} gradient steps towards the original's activations")]
+
+
+def narrow_types(model: nn.Module) -> list[str]:
+    """The types of a model's parameters in which small steps would be rounded away."""
+    return sorted({str(p.dtype) for p in model.parameters() if p.is_floating_point()} - set(map(str, WIDE)))
 
 
 def _parts(batch: Batch, epoch: int) -> Sequence[Tensor]:

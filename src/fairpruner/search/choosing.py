@@ -24,7 +24,7 @@ from fairpruner.models.calling import evaluating
 from fairpruner.models.devices import device_of_model
 from fairpruner.repair import repair
 from fairpruner.repair.targets import Targets
-from fairpruner.repair.tuning import tune
+from fairpruner.repair.tuning import narrow_types, tune
 from fairpruner.search.candidates import Candidate
 from fairpruner.search.judging import Judge
 from fairpruner.search.samples import SHARES, SampleSet, split
@@ -86,7 +86,7 @@ def choose(
     bench = _Bench(model, fitting, Judge(model, judging, task=search.task), search)
     for candidate in bench.screened(candidates):
         bench.repair(candidate, SHARES)
-    if search.repair is None and bench.left >= LEAST_TUNING:
+    if search.repair is None and bench.left >= LEAST_TUNING and not narrow_types(bench.best.small):
         bench.tune_best()
     plan, small = replace(bench.best.candidate.plan, tried=bench.table()), bench.best.small
     if search.repair:  # no gradient step could overfit, so that no sample need stay unseen
