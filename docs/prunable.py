@@ -36,6 +36,7 @@ The tests cut every model below. In float64, the cut model and the masked model 
 - A *hidden* unit is one neuron between two linear maps; in a gated MLP, the same unit of gate, up and down together.
 - A *head* is one attention head, with its rows of q, k and v and its columns of the output projection; with grouped keys, one key-value group with its query heads.
 - An *expert* is one routed expert, with its row of the router.
+- A *block* is what one residual block adds to its stream. Blocks are looked for on request, see [language_models.md](language_models.md#residual-blocks), and are not in the tables.
 
 The embedding width of a transformer cannot be pruned: its norms mix all channels, so they can only be removed together. A part that cannot be removed on the example input is left out with the reason, and is never cut wrongly. `spaces.left_out` has the reasons for your model.
 """

@@ -69,12 +69,12 @@ def remaining(plan: Plan, small: nn.Module) -> Spaces:
 
     Spaces have the same names, and kept units stay in their order.
     """
-    kept = {space.name: _kept(space, plan) for space in plan.spaces}
+    kept, left = {space.name: _kept(space, plan) for space in plan.spaces}, plan.kept
 
     def shortened(factor: Factor) -> Factor:
         owned = {name: counts[kept[name]] for name, counts in factor.owned.items()}
         gone = sum(int(counts.sum() - owned[name].sum()) for name, counts in factor.owned.items())
-        return Factor(factor.size - gone, owned)
+        return Factor(factor.size - gone, {name: counts for name, counts in owned.items() if left[name]})
 
     costs = plan.spaces.costs
     return replace(
@@ -91,7 +91,9 @@ def _kept(space: UnitSpace, plan: Plan) -> Ints:
 
 
 def _narrowed(plan: Plan) -> tuple[UnitSpace, ...]:
-    """Each space without the removed units; the owners of the kept indices are renumbered."""
+    """Each space without the removed units; the owners of the kept indices are renumbered. Spaces inside of
+    removed blocks are gone.
+    """
     stays = _kept_indices(plan)
 
     def narrowed(space: UnitSpace) -> UnitSpace:
@@ -102,13 +104,23 @@ def _narrowed(plan: Plan) -> tuple[UnitSpace, ...]:
             space,
             size=kept.size,
             multiple=math.gcd(space.multiple, kept.size),
-            slices=tuple(replace(s, owner=renumbered[s.owner[stays[s.tensor, s.dim]]]) for s in space.slices),
+            slices=tuple(
+                replace(s, owner=renumbered[s.owner[stays[s.tensor, s.dim]]])
+                for s in space.slices
+                if stays[s.tensor, s.dim].any()
+            ),
             counts=tuple(
                 replace(c, owner=renumbered[c.owner[stays[c.module, c.attribute]]]) for c in space.counts
             ),
+            replaced=tuple(
+                replace(r, units=left)
+                for r in space.replaced
+                if (left := tuple(int(renumbered[u]) for u in r.units if renumbered[u] >= 0))
+            ),
         )
 
-    return tuple(narrowed(space) for space in plan.spaces)
+    left = plan.kept
+    return tuple(narrowed(space) for space in plan.spaces if left[space.name])
 
 
 def _kept_indices(plan: Plan) -> Mapping[Axis, NDArray[np.bool_]]:

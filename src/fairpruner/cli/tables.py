@@ -115,10 +115,7 @@ def _heading(signal: str, scores: Scores) -> str:
 def show_plan(plan: Plan, place: str, repairs: Sequence[Note] = ()) -> Printable:
     """What a plan keeps of each space and metric, what a search tried, and what was repaired."""
     outcomes = Counter((note.outcome, note.reason) for note in repairs)
-    items = [
-        {"name": s.name, "kind": s.kind, "size": s.size, "kept": s.size - plan.depths[s.name]}
-        for s in plan.spaces
-    ]
+    items = [{"name": s.name, "kind": s.kind, "size": s.size, "kept": plan.kept[s.name]} for s in plan.spaces]
     table = table_of(
         f"{place}: {describe_plan(plan)}",
         ("space", "kind", "units", "kept"),

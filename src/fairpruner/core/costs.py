@@ -58,6 +58,12 @@ class CostTable:
     def __init__(self, spaces: Spaces, orders: Sequence[Ints], latency: LatencyTable | None = None) -> None:
         self._sizes = np.array([space.size for space in spaces], dtype=np.int64)
         self._experts = np.array([space.kind == "expert" for space in spaces], dtype=bool)
+        position = {name: s for s, name in enumerate(spaces.names)}
+        # (space, space of blocks, place in its removal order of the block that holds the former)
+        self._inside = [
+            (position[name], position[blocks], int(np.flatnonzero(orders[position[blocks]] == unit)[0]))
+            for name, (blocks, unit) in spaces.enclosing.items()
+        ]
         self._latency = latency
         self.metrics = metrics_of(spaces) + (() if latency is None else ("latency_ms",))
         model = spaces.costs
@@ -72,7 +78,10 @@ class CostTable:
         if metric == "latency_ms":
             return float(self.milliseconds(depths[:, None])[0])
         if metric in ("units", "experts"):
-            return int((self._sizes - depths)[self._experts | (metric == "units")].sum())
+            units = self._sizes - depths
+            for s, blocks, place in self._inside:
+                units[s] *= place >= depths[blocks]
+            return int(units[self._experts | (metric == "units")].sum())
         kept = self._lengths.kept(depths)
         coefficients, factors = self._terms[metric]
         return int((coefficients * kept[factors].prod(axis=1)).sum())

@@ -63,6 +63,13 @@ class Plan:
     def depths(self) -> dict[str, int]:
         return {name: len(units) for name, units in self.removed.items()}
 
+    @property
+    def kept(self) -> dict[str, int]:
+        """How many units of each space are left; none of a space inside of a removed block."""
+        inside = self.spaces.enclosing
+        gone = {name for name, (blocks, unit) in inside.items() if unit in self.removed[blocks]}
+        return {s.name: 0 if s.name in gone else s.size - len(self.removed[s.name]) for s in self.spaces}
+
     def share(self, metric: str) -> float:
         """The kept share of a metric."""
         return self.predicted[metric] / (self.original[metric] or 1)

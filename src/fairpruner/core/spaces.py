@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any, overload
 
 from fairpruner.core.arrays import runs_length
 from fairpruner.core.cost_model import CostModel
 from fairpruner.core.fields import field, listed, mapped, text, whole
 from fairpruner.core.sealed import Json
-from fairpruner.core.units import KINDS, MOST_UNITS, UnitSpace
+from fairpruner.core.units import KINDS, MOST_UNITS, Slice, UnitSpace
 from fairpruner.errors import FairprunerError, unknown
 
 MOST_NUMBERS = 2**27  # in all the vectors of a file together, a gigabyte
@@ -59,6 +60,19 @@ class Spaces:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(space.name for space in self.items)
+
+    @cached_property
+    def enclosing(self) -> Mapping[str, tuple[str, int]]:
+        """Space -> (space of blocks, unit) of the residual block that holds all of its tensors."""
+        found: dict[str, tuple[str, int]] = {}
+        for blocks in (space for space in self if space.kind == "block"):
+            holder = {part.tensor: int(part.owner[0]) for part in blocks.slices}
+            for space in self:
+                parts = [part for part in space.slices if not _is_list(part, holder)]
+                units = {holder.get(part.tensor, -1) for part in parts}
+                if space.kind != "block" and len(units) == 1 and -1 not in units:
+                    found[space.name] = (blocks.name, units.pop())
+        return found
 
     def only(self, kinds: Sequence[str] | None = None, skip: Sequence[str] = ()) -> Spaces:
         """Some of the spaces; the others are left out, with the reason, and stay whole in every plan."""
@@ -111,6 +125,11 @@ class Spaces:
         )
         spaces.costs.check({space.name: space.size for space in spaces})
         return spaces
+
+
+def _is_list(part: Slice, known: Mapping[str, int]) -> bool:
+    """Whether a slice is of a list of experts, which is no tensor itself: those that it holds are known."""
+    return part.tensor not in known and any(name.startswith(f"{part.tensor}.") for name in known)
 
 
 def _check_room(content: Mapping[str, Any]) -> None:

@@ -13,12 +13,16 @@ from fairpruner.core.fields import field, listed, text, whole
 from fairpruner.core.sealed import Json
 from fairpruner.errors import FairprunerError, unknown
 
-Kind = Literal["channel", "hidden", "head", "expert"]
-Role = Literal["write", "read", "carry", "route"]
-KINDS: tuple[Kind, ...] = ("channel", "hidden", "head", "expert")
-ROLES: tuple[Role, ...] = ("write", "read", "carry", "route")
+Kind = Literal["channel", "hidden", "head", "expert", "block"]
+Role = Literal["write", "read", "carry", "route", "add"]
+StandIn = Literal["input", "zeros"]
+KINDS: tuple[Kind, ...] = ("channel", "hidden", "head", "expert", "block")
+DEFAULT_KINDS: tuple[Kind, ...] = ("channel", "hidden", "head", "expert")  # that `discover` looks for
+ROLES: tuple[Role, ...] = ("write", "read", "carry", "route", "add")
+STAND_INS: tuple[StandIn, ...] = ("input", "zeros")
 MOST_UNITS = 2**27  # of a space in a file; the largest models have a tenth
 MOST_DIMS = 8  # of a tensor in a file
+MOST_OUTPUTS = 64  # of a module that is replaced, and of its arguments
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,8 +31,9 @@ class Slice:
 
     `role` is what the tensor does with the unit: `write` computes it (a filter's row), `read` consumes it
     (the next layer's column), `carry` scales or shifts it (a bias, a norm's weight), `route` sends tokens to
-    it (a router's row). For experts that are modules, `tensor` is the path of their `nn.ModuleList`, and
-    dimension 0 counts the modules.
+    it (a router's row), `add` ends a residual block, which adds zero if this tensor is zero. For experts that
+    are modules, `tensor` is the path of their `nn.ModuleList`, and dimension 0 counts the modules. A block
+    owns whole tensors: all indices along dimension 0.
     """
 
     tensor: str
@@ -78,6 +83,46 @@ class Count:
 
 
 @dataclass(frozen=True, eq=False)
+class Replacement:
+    """A module that `cut` replaces by one without weights when all of `units` are removed.
+
+    The stand-in returns its `argument` (a position or a keyword), or zeros like it. If the module returned a
+    tuple, `outputs` is its length, and all entries but the first are None; 0 stands for a plain tensor.
+    """
+
+    module: str
+    units: tuple[int, ...]
+    by: StandIn
+    argument: int | str
+    outputs: int = 0
+
+    def to_json(self) -> Json:
+        return {
+            "module": self.module,
+            "units": list(self.units),
+            "by": self.by,
+            "argument": self.argument,
+            "outputs": self.outputs,
+        }
+
+    @staticmethod
+    def from_json(content: Any) -> Replacement:
+        by, argument = field(content, "by"), field(content, "argument")
+        if by not in STAND_INS:
+            raise unknown("stand-in", by, STAND_INS)
+        if not isinstance(argument, str):
+            argument = whole(argument, "the position of an argument", at_most=MOST_OUTPUTS)
+        units = listed(field(content, "units"), "the units of a replaced module")
+        return Replacement(
+            text(field(content, "module"), "a replaced module"),
+            tuple(whole(unit, "a unit of a replaced module", at_most=MOST_UNITS) for unit in units),
+            by,
+            argument,
+            whole(field(content, "outputs"), "the outputs of a replaced module", at_most=MOST_OUTPUTS),
+        )
+
+
+@dataclass(frozen=True, eq=False)
 class UnitSpace:
     """What can be removed in one place: J units and every tensor slice each of them owns.
 
@@ -95,6 +140,7 @@ class UnitSpace:
     groups: int = 1
     # The kept number is a multiple of this, unless all units are kept: some kernels accept no other sizes.
     multiple: int = 1
+    replaced: tuple[Replacement, ...] = ()  # the modules of residual blocks
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -118,6 +164,13 @@ class UnitSpace:
             if owner.ndim != 1 or owner.size == 0 or owner.min() < -1 or owner.max() >= self.size:
                 raise FairprunerError(
                     f"Space {self.name!r}: owners must be a vector of unit indices in [-1, {self.size})."
+                )
+
+        for part in self.replaced:
+            if not part.units or not all(0 <= unit < self.size for unit in part.units):
+                raise FairprunerError(
+                    f"Space {self.name!r}: module {part.module!r} must be replaced with units in"
+                    f" [0, {self.size}), found {part.units[:5]}."
                 )
 
     def owners(self) -> Iterator[Ints]:
@@ -149,6 +202,7 @@ class UnitSpace:
             "multiple": self.multiple,
             "slices": [part.to_json() for part in self.slices],
             "counts": [part.to_json() for part in self.counts],
+            **({"replaced": [part.to_json() for part in self.replaced]} if self.replaced else {}),
         }
 
     @staticmethod
@@ -164,4 +218,5 @@ class UnitSpace:
             multiple=whole(content.get("multiple", 1), "multiple", at_most=size),
             slices=tuple(Slice.from_json(part) for part in listed(field(content, "slices"), "slices")),
             counts=tuple(Count.from_json(part) for part in listed(field(content, "counts"), "counts")),
+            replaced=tuple(map(Replacement.from_json, listed(content.get("replaced", []), "replaced"))),
         )

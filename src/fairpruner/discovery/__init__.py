@@ -10,11 +10,13 @@ from torch import nn
 
 from fairpruner.core.cost_model import CostModel, Factor, Term
 from fairpruner.core.spaces import Spaces
+from fairpruner.core.units import DEFAULT_KINDS
 from fairpruner.discovery.assemble import as_data_flows, assemble, module_of
+from fairpruner.discovery.blocks import block_space
 from fairpruner.discovery.costing import cost_model, operation_terms
 from fairpruner.discovery.routed import aligned, expert_space
 from fairpruner.discovery.trace import trace
-from fairpruner.discovery.verify import verify
+from fairpruner.discovery.verify import Check, verify
 from fairpruner.errors import FairprunerError
 from fairpruner.models.experts import expert_blocks, plain_experts, unsupported_experts
 from fairpruner.models.fingerprint import fingerprint
@@ -37,7 +39,8 @@ def discover(
 
     A model with several branches may need `more_examples` that reach them: spaces are found and checked on
     all examples, and costs are those of the first. `kinds` limits the search to some of `channel`,
-    `hidden`, `head`, `expert`; `skip` names spaces, modules or patterns to leave alone.
+    `hidden`, `head`, `expert`, which are looked for by default, and `block`, the residual blocks, which are
+    not; `skip` names spaces, modules or patterns to leave alone.
 
     >>> import torch
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -66,10 +69,19 @@ def _discover(
     found = [aligned(space, {block.experts for block in blocks}) for space in assembled]
     unused = {module_of(name): UNUSED for name in seen.unmet}
     left_out = {**unused, **fixed, **whole, **unsupported_experts(model)}
+    residual, kept = block_space(model, examples, skip) if "block" in (kinds or ()) else (None, {})
     chosen = Spaces(
-        tuple(as_data_flows((*found, *removable), seen)), left_out, CostModel((), (), ()), fingerprint(model)
-    ).only(kinds, skip)
-    sound, failed = verify(model, examples, chosen.items)
+        (*as_data_flows((*found, *removable), seen), *([] if residual is None else [residual])),
+        {**left_out, **kept},
+        CostModel((), (), ()),
+        fingerprint(model),
+    ).only(DEFAULT_KINDS if kinds is None else kinds, skip)
+    sound, failed = verify(model, examples, [space for space in chosen if space.kind != "block"])
+    if residual is not None and residual.name in chosen.names:
+        together = [*sound, residual]
+        wrong = Check(model, examples, together).failure(together)
+        sound = together if wrong is None else sound
+        failed |= {} if wrong is None else {residual.name: wrong.reason}
     left_out = {**chosen.left_out, **failed}
     if not sound:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in list(left_out.items())[:5])

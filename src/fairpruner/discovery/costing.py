@@ -20,11 +20,17 @@ class TermBuilder:
     def __init__(self, partition: Partition, spaces: Sequence[UnitSpace]) -> None:
         self.factors: list[Factor] = []
         self._positions: dict[tuple[int, bytes], int] = {}  # of factors
-        self._spaces = spaces
+        self._spaces = [space for space in spaces if space.kind != "block"]
+        self._blocks = {
+            part.module: (space, part.units[0])
+            for space in spaces
+            for part in space.replaced
+            if len(part.units) == 1
+        }  # path -> the block that takes the module with it
         self._space = np.full(partition.roots.size, -1, dtype=np.int64)  # of each id
         self._unit = np.full(partition.roots.size, -1, dtype=np.int64)
         starts = {(axis.tensor, axis.dim): axis.start for axis in partition.axes}
-        for number, space in enumerate(spaces):
+        for number, space in enumerate(self._spaces):
             for part in space.slices:
                 if (part.tensor, part.dim) not in starts:
                     continue  # a buffer, which costs nothing
@@ -33,9 +39,11 @@ class TermBuilder:
                 self._unit[partition.roots[ids]] = part.owner[part.owner >= 0]
         self._roots = partition.roots
 
-    def term(self, total: int, axes: Sequence[Ints]) -> Term:
-        """A cost that is `total` for the whole model and proportional to the kept ids of each axis."""
-        factors = []
+    def term(self, total: int, axes: Sequence[Ints], place: str) -> Term:
+        """A cost that is `total` for the whole model and proportional to the kept ids of each axis; zero
+        without the block that holds `place`, the path of a module or parameter.
+        """
+        factors = self._block_factor(place)
         for ids in axes:
             owners = self._space[self._roots[ids]]
             if ids.size and (owners >= 0).any():
@@ -46,6 +54,21 @@ class TermBuilder:
                         f"a cost of {total * ids.size + rest} is no multiple of its axis of {ids.size}"
                     )
         return Term(total, tuple(factors))
+
+    def _block_factor(self, place: str) -> list[int]:
+        """The position of a factor that is 1 while the block around a place is kept; nothing if there is
+        none.
+        """
+        while place and place not in self._blocks:
+            place = place.rpartition(".")[0]
+        if not place:
+            return []
+        space, unit = self._blocks[place]
+        key = (1, f"{space.name} {unit}".encode())
+        if key not in self._positions:
+            self._positions[key] = len(self.factors)
+            self.factors.append(Factor(1, {space.name: (np.arange(space.size) == unit).astype(np.int64)}))
+        return [self._positions[key]]
 
     def _factor(self, ids: Ints, owners: Ints) -> int:
         units = self._unit[self._roots[ids]]
@@ -63,17 +86,17 @@ class TermBuilder:
 def operation_terms(trace: Trace, spaces: Sequence[UnitSpace]) -> tuple[list[Factor], list[Term]]:
     """The MACs of every operation, in the order in which the forward pass ran them."""
     builder = TermBuilder(trace.partition, spaces)
-    return builder.factors, [builder.term(cost.macs, cost.axes) for cost in trace.costs]
+    return builder.factors, [builder.term(cost.macs, cost.axes, cost.module) for cost in trace.costs]
 
 
 def cost_model(trace: Trace, spaces: Sequence[UnitSpace], model: nn.Module) -> CostModel:
     """Parameters, bytes and FLOPs of every plan over these spaces."""
     builder = TermBuilder(trace.partition, spaces)
     axes = _parameter_axes(trace, model)
-    sizes = [(p, axes.get(name, ())) for name, p in model.named_parameters()]
-    params = [builder.term(p.numel(), ids) for p, ids in sizes]
-    held = [builder.term(p.numel() * p.element_size(), ids) for p, ids in sizes]
-    flops = [builder.term(cost.macs, cost.axes) for cost in trace.costs]
+    sizes = [(p, axes.get(name, ()), name) for name, p in model.named_parameters()]
+    params = [builder.term(p.numel(), ids, name) for p, ids, name in sizes]
+    held = [builder.term(p.numel() * p.element_size(), ids, name) for p, ids, name in sizes]
+    flops = [builder.term(cost.macs, cost.axes, cost.module) for cost in trace.costs]
     return CostModel(tuple(builder.factors), _merged(params), _merged(flops), _merged(held))
 
 

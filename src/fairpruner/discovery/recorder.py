@@ -109,6 +109,11 @@ class Recorder:
             self.ids.mark(axis.ids, Usage.ROUTED)
         return axis
 
+    @property
+    def running_path(self) -> str:
+        """The path of the innermost module that is running."""
+        return next((self._modules[id(m)] for m in reversed(self.running) if id(m) in self._modules), "")
+
     def count(self, attribute: str, value: int, ids: Ints) -> None:
         """Remember that the running module's attribute, if it has this value, counts these ids."""
         for module in reversed(self.running[-2:]):  # a functional helper's caller is one above

@@ -34,6 +34,7 @@ class OperationCost:
     macs: int
     axes: tuple[Ints, ...]
     expert: tuple[str, int] | None = None  # the list of modules, and the one among them, that ran it
+    module: str = ""  # the path of the innermost module that ran it
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +76,8 @@ class ShadowMode(TorchDispatchMode):
         if flops is not None:
             macs = int(flops(*args, **kwargs, out_val=out)) // 2
             expert = self._experts.running(self._recorder.running)
-            self.costs.append(OperationCost(macs, tuple(flat(idmap) for idmap in axes or ()), expert))
+            lengths = tuple(flat(idmap) for idmap in axes or ())
+            self.costs.append(OperationCost(macs, lengths, expert, self._recorder.running_path))
         return out
 
 

@@ -58,7 +58,7 @@ def verify(
     """
     check = Check(model, examples, spaces)
     sound, aside = _set_aside(check, spaces)
-    joined = couple([space for space in aside if space.kind != "expert"])
+    joined = couple([space for space in aside if space.kind not in ("expert", "block")])
     right = [s for form in _by_form([space for space, _ in joined]) for s in _right(check, form, {})]
     names = {space.name for space in right}
     absorbed = {name for space, parts in joined if space.name in names for name in parts}

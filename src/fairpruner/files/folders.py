@@ -21,13 +21,14 @@ from fairpruner.errors import FairprunerError
 from fairpruner.files import MODEL, PLAN, REPORT
 from fairpruner.files.checkpoint_layout import as_in_files
 from fairpruner.files.pretrained_files import CONFIG, PRETRAINED_FILES, write_pretrained_files
+from fairpruner.files.removed_layers import without_removed_layers
 from fairpruner.files.shards import SHARD, parse_size, write_shards
 from fairpruner.inputs.hugging_face import is_model, is_source, pretrained
 from fairpruner.inputs.shard_index import INDEX, shard_files
 from fairpruner.inputs.sources import factory_of
 from fairpruner.inputs.weights import fits
 from fairpruner.models.counting import count_params
-from fairpruner.models.narrowing import kept_indices
+from fairpruner.models.narrowing import kept_indices, replaced_modules
 from fairpruner.models.supported import check_supported
 from fairpruner.surgery import cut
 
@@ -65,6 +66,7 @@ def save(
     """
     check_supported(small)
     _check_is_cut(small, plan)
+    small = without_removed_layers(small) if is_model(small) else small
     state = _state(small)
     with new_folder(folder, force=force) as temporary:
         write_papers(small, plan, temporary, build)
@@ -259,14 +261,15 @@ def _check_is_cut(model: nn.Module, plan: Plan) -> None:
         name: [len(module)] for name, module in model.named_modules() if isinstance(module, nn.ModuleList)
     }  # experts that go as modules
     expected = kept_indices(plan.spaces, plan.removed)
+    gone = tuple(f"{part.module}." for part in replaced_modules(plan.spaces, plan.removed))
     lists = tuple(
         f"{name}."
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList) and name in expected
     )
     for name, by_dim in expected.items():
-        if name.startswith(lists):
-            continue  # modules of a list move up as others go
+        if name.startswith((*lists, *gone)):
+            continue  # modules of a list move up as others go, and a block takes its tensors with it
         found = shapes.get(name)
         for dim, kept in by_dim.items():
             if found is None or len(found) <= dim or found[dim] != len(kept):
@@ -277,11 +280,8 @@ def _check_is_cut(model: nn.Module, plan: Plan) -> None:
 
 
 def _report(small: nn.Module, plan: Plan) -> Json:
-    content = plan.to_json()
-    spaces = [
-        {"name": s.name, "kind": s.kind, "size": s.size, "kept": s.size - plan.depths[s.name]}
-        for s in plan.spaces
-    ]
+    content, kept = plan.to_json(), plan.kept
+    spaces = [{"name": s.name, "kind": s.kind, "size": s.size, "kept": kept[s.name]} for s in plan.spaces]
     facts = {key: content[key] for key in ("rule", "alpha", "exact", "original", "predicted")}
     return {
         "format": "fairpruner report",

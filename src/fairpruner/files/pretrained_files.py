@@ -24,9 +24,11 @@ from torch import nn
 from fairpruner.core.plan import Plan
 from fairpruner.core.writing import is_at_or_below
 from fairpruner.errors import FairprunerWarning
+from fairpruner.files.removed_layers import removed_modules
 from fairpruner.files.shrunk_config import EXPERTS, shrunk
 from fairpruner.inputs import pruned_modeling
 from fairpruner.inputs.hugging_face import auto_classes, is_source, local_file, place_of
+from fairpruner.models import removed
 from fairpruner.models.attention import STAND_INS
 from fairpruner.models.code_names import names_in_code
 from fairpruner.models.counts import IN_CONFIG
@@ -89,13 +91,22 @@ def _write_code(small: Any, original: Any, config: Any, plan: Plan, folder: Path
     write_config(config, folder / CONFIG)
     if not autos:
         return NOWHERE.format(obstacle=obstacle)
-    code = Path(pruned_modeling.__file__).read_text(encoding="utf-8")
+    code = _code()
     closing = (
         f"\n\nimport transformers  # noqa: E402\n\n{original.__name__} ="
         f" pruned(transformers.{original.__name__})\n"
     )
     (folder / CODE).write_text(code + closing, encoding="utf-8")
     return WITH_CODE.format(auto=autos[0], obstacle=obstacle)
+
+
+def _code() -> str:
+    """The source of the modules that build a pruned model, as one file that needs no fairpruner."""
+    first, second = (Path(m.__file__ or "").read_text(encoding="utf-8") for m in (removed, pruned_modeling))
+    lines = [
+        line for line in second.splitlines() if not line.startswith(("from __future__", "from fairpruner"))
+    ]
+    return first + "\n\n" + "\n".join(lines) + "\n"
 
 
 ANYWHERE = """
@@ -156,7 +167,7 @@ def _built(original: Any, config: Any) -> Any:
         return original(again)
 
 
-def _differences(small: nn.Module, built: nn.Module, plan: Plan) -> dict[str, dict[str, Any]]:
+def _differences(small: nn.Module, built: nn.Module, plan: Plan) -> dict[str, Any]:
     """Tensors of another shape, and the whole-number attributes that differ in what holds them or is
     counted by the plan. An attribute that the code of its module never mentions makes no difference.
     """
@@ -167,7 +178,13 @@ def _differences(small: nn.Module, built: nn.Module, plan: Plan) -> dict[str, di
         if list(tensor.shape) != shapes.get(name)
     }
     holders = {name.rsplit(".", depth)[0] for name in tensors for depth in range(1, name.count(".") + 1)}
-    counted = {(count.module, count.attribute) for space in plan.spaces for count in space.counts}
+    counting = {count.attribute for space in plan.spaces for count in space.counts}
+    # By attribute, since layers may have moved up and left the paths of the plan.
+    counted = {
+        (path, name)
+        for path, module in small.named_modules()
+        for name in counting & {name for name, _ in _sizes(module)}
+    }
     modules = {}
     for path in sorted(holders | {path for path, _ in counted}):
         before = dict(_sizes(built.get_submodule(path)))
@@ -179,7 +196,8 @@ def _differences(small: nn.Module, built: nn.Module, plan: Plan) -> dict[str, di
         }
         if changed:
             modules[path] = changed
-    return {"tensors": tensors, "modules": modules}
+    gone = removed_modules(small)
+    return {"tensors": tensors, "modules": modules, **({"removed": gone} if gone else {})}
 
 
 def _sizes(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -219,6 +237,8 @@ def _obstacle(small: Any, original: Any, config: Any, plan: Plan) -> str | None:
             f"no configuration gives its sizes ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
         )
     found = _differences(small, built, plan)
+    for part in found.get("removed", ()):
+        return f"its block {part['module']} is removed from a layer that stays"
     for name, shape in found["tensors"].items():
         nearest = built.state_dict().get(name)
         return (

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fairpruner.core.plan import Plan
+from fairpruner.core.units import KINDS
 
 # What configurations call the number of hidden units of a block, of its heads, and of its routed experts.
 HIDDEN = (
@@ -36,9 +37,10 @@ Kept = Mapping[int, int]  # size of a space -> how many units such a space keeps
 
 def shrunk(config: Any, plan: Plan) -> Any:
     """A copy of a configuration with the numbers that the plan leaves, as far as they can be guessed."""
-    kept: dict[str, dict[int, int]] = {"head": {}, "hidden": {}, "expert": {}, "channel": {}}
-    for space in plan.spaces:
-        kept[space.kind][space.size] = space.size - plan.depths[space.name]
+    kept: dict[str, dict[int, int]] = {kind: {} for kind in KINDS}
+    for name, left in plan.kept.items():
+        if left:  # else it went with its block
+            kept[plan.spaces[name].kind][plan.spaces[name].size] = left
     config = copy.deepcopy(config)
     for part in (config, *(getattr(config, name) for name in config.sub_configs)):
         _shrink_hidden(part, kept["hidden"])

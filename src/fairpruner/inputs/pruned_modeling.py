@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import nn
 
+from fairpruner.models.removed import remove
+
 
 def pruned(original: Any) -> Any:
     """A subclass of the same name that resizes itself to `config.pruned` when it is built."""
@@ -32,7 +34,11 @@ def pruned(original: Any) -> Any:
 
 
 def resize(model: Any, sizes: Any) -> None:
-    """Shorten tensors to the shapes in `sizes["tensors"]`, and set the attributes in `sizes["modules"]`."""
+    """Put modules without weights where `sizes["removed"]` says, shorten tensors to the shapes in
+    `sizes["tensors"]`, and set the attributes in `sizes["modules"]`.
+    """
+    for part in sizes.get("removed", ()):
+        remove(model.get_submodule(part["module"]), part["by"], part["argument"], part["outputs"])
     missing = sizes["tensors"].keys() - model.state_dict().keys()
     if missing:
         raise ValueError(

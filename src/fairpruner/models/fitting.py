@@ -24,6 +24,8 @@ def check_fits(model: nn.Module, plan: Plan) -> None:
     for space in plan.spaces:
         for part in space.slices:
             _check_slice(part, {**lists, **shapes}, space.name)
+            if space.kind == "block":
+                continue  # a block owns tensors whole, also those in which other spaces own indices
             mine = part.owner >= 0
             if (mine & owned.get((part.tensor, part.dim), np.zeros_like(mine))).any():
                 raise FairprunerError(
@@ -33,6 +35,11 @@ def check_fits(model: nn.Module, plan: Plan) -> None:
             owned[part.tensor, part.dim] = mine | owned.get((part.tensor, part.dim), np.zeros_like(mine))
         for count in space.counts:
             _check_count(count, modules, space.name)
+        for gone in space.replaced:
+            if not gone.module or gone.module not in modules:
+                raise FairprunerError(
+                    f"Space {space.name!r} of the plan replaces {gone.module!r}: no such module. {STEP}"
+                )
 
 
 def _check_slice(part: Slice, shapes: Mapping[str, tuple[int, ...]], space: str) -> None:

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from fairpruner.core.arrays import Ints
-from fairpruner.core.units import Slice, UnitSpace
+from fairpruner.core.units import Replacement, Slice, UnitSpace
 from fairpruner.models.attention import STAND_INS
 from fairpruner.models.copying import deep_copy
 from fairpruner.models.counts import set_count
+from fairpruner.models.removed import remove
 from fairpruner.models.silencing import close
 
 Change = Callable[[str, torch.Tensor], torch.Tensor]
@@ -26,7 +27,10 @@ def _as_they_are(name: str, tensor: torch.Tensor) -> torch.Tensor:
 def kept_indices(
     spaces: Iterable[UnitSpace], removed: Mapping[str, Iterable[int]]
 ) -> dict[str, dict[int, Ints]]:
-    """The indices that stay, in order, of every tensor that loses some: tensor name -> dim -> indices."""
+    """The indices that stay, in order, of every tensor that loses some: tensor name -> dim -> indices.
+
+    The tensors of a removed block keep no index; `cut_units` removes them with their modules.
+    """
     gone: dict[tuple[str, int], list[np.ndarray]] = {}
     for space in spaces:
         units = _units(space, removed)
@@ -36,6 +40,16 @@ def kept_indices(
     for (tensor, dim), masks in gone.items():
         keep.setdefault(tensor, {})[dim] = np.flatnonzero(~np.logical_or.reduce(masks))
     return keep
+
+
+def replaced_modules(
+    spaces: Iterable[UnitSpace], removed: Mapping[str, Iterable[int]]
+) -> tuple[Replacement, ...]:
+    """The modules that get stand-ins without weights; a module that holds others comes after them."""
+    gone = {space.name: set(removed.get(space.name, ())) for space in spaces}
+    return tuple(
+        part for space in spaces for part in space.replaced if gone[space.name].issuperset(part.units)
+    )
 
 
 def cut_units(
@@ -68,6 +82,8 @@ def cut_units(
         if type(module) in STAND_INS and any(name.startswith(f"{path}.".lstrip(".")) for name in keep):
             module.__class__ = STAND_INS[type(module)]
     _update_attributes(model, small)
+    for part in replaced_modules(spaces, removed):
+        remove(small.get_submodule(part.module), part.by, part.argument, part.outputs)
     for path, module in list(small.named_modules()):
         if isinstance(module, nn.ModuleList) and path in keep:
             for number in sorted(set(range(len(module))) - set(keep[path][0].tolist()), reverse=True):
@@ -85,13 +101,15 @@ def mask_units(
     """`mask` for any units of any spaces, `weights` as for `cut_units`.
 
     The weights that read a unit become zero: a bias or a norm would bring back a unit whose filter is zero.
-    The logit of an expert becomes -inf: an expert whose weights are zero would still take tokens.
+    The logit of an expert becomes -inf: an expert whose weights are zero would still take tokens. The tensors
+    that end a residual block become zero, so that it adds zero.
     """
     # tensor -> its slices, each with a mask of the indices that are silenced
     quiet: dict[str, list[tuple[Slice, torch.Tensor]]] = {}
     for space in spaces:
         units = _units(space, removed)
-        for part in (*space.slices_of("read"), *space.slices_of("route")) if units.size else ():
+        parts = [part for part in space.slices if part.role in ("read", "route", "add")]
+        for part in parts if units.size else ():
             gone = torch.from_numpy(_gone(part.owner, space, units))
             quiet.setdefault(part.tensor, []).append((part, gone))
 

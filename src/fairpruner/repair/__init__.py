@@ -18,6 +18,7 @@ from fairpruner.inputs.workers import naming_dead_workers
 from fairpruner.models.calling import evaluating
 from fairpruner.models.devices import device_of_model
 from fairpruner.models.fingerprint import check_same_model
+from fairpruner.models.narrowing import replaced_modules
 from fairpruner.models.supported import check_supported
 from fairpruner.repair.batchnorm import reestimate
 from fairpruner.repair.experts import refit_experts
@@ -144,14 +145,15 @@ def _check_cut(small: nn.Module, model: nn.Module, plan: Plan) -> None:
         model, plan.spaces.fingerprint, "The plan belongs", step="Give the model that was scored."
     )
     kept, found = kept_by_dim(plan), tensors_by_name(small)
+    gone = tuple(f"{part.module}." for part in replaced_modules(plan.spaces, plan.removed))
     lists = tuple(
         f"{name}."
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList) and (name, 0) in kept
     )
     for name, tensor in tensors_by_name(model).items():
-        if name.startswith(lists):
-            continue  # a list that lost modules numbers the others anew
+        if name.startswith((*lists, *gone)):
+            continue  # a list that lost modules numbers the others anew; a block takes its tensors with it
         expected = [
             len(kept[name, dim]) if (name, dim) in kept else size for dim, size in enumerate(tensor.shape)
         ]

@@ -32,7 +32,9 @@ def predict(job: Job, judge: Judge) -> list[Note]:
     """Add to every consumer in the cut model what the removed units gave it, as far as the kept ones show."""
     spaces = [space for space in job.plan.spaces if job.plan.removed[space.name]]
     uses = find_weight_uses(job.model, next(job.read()))
-    usable, notes = sort_out(consumers_of(spaces, job.model), uses, job.model)
+    left = tensors_by_name(job.small)  # a removed block takes its consumers with it
+    consumers = [consumer for consumer in consumers_of(spaces, job.model) if consumer.name in left]
+    usable, notes = sort_out(consumers, uses, job.model)
     for group in _groups(usable):
         gathered = gather(job.model, group, job.read())
         notes += [

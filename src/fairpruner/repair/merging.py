@@ -29,7 +29,7 @@ def merge_experts(job: Job) -> list[Note]:
     removed = {
         space.name: torch.tensor(job.plan.removed[space.name])
         for space in job.plan.spaces
-        if space.kind == "expert" and job.plan.removed[space.name]
+        if space.kind == "expert" and job.plan.removed[space.name] and job.plan.kept[space.name]
     }
     blocks = [block for block in expert_blocks(job.model) if block.name in removed]
     notes = [_merge(job, block, removed[block.name]) for block in blocks]

@@ -49,8 +49,12 @@ def refit(job: Job) -> list[Note]:
     # Which experts of a list are called, and so what is added where, differs between the two models.
     if lists := expert_lists(job.model):
         return [Note(path, "skipped", ROUTED) for path in lists]
-    uses = find_weight_uses(job.model, next(job.read()))
     plan = job.plan
+    # The sums of the two models are matched by their number, and a removed block takes some with it.
+    if any(space.kind == "block" and plan.removed[space.name] for space in plan.spaces):
+        reason = "the plan removes residual blocks: 'least_squares' can repair the rest"
+        return [Note("sequential", "skipped", reason)]
+    uses = find_weight_uses(job.model, next(job.read()))
     lost = {part.tensor for s in plan.spaces if plan.removed[s.name] for part in s.slices_of("read")}
     notes = [Note(name, "skipped", UNSEEN) for name in sorted(lost - set(uses))]
     order = list(uses)

@@ -69,7 +69,7 @@ class ReportContent:
     @cached_property
     def spaces(self) -> tuple[SpaceFacts, ...]:
         """One row per space, and a last row for the costs outside all spaces."""
-        spaces, depths = self.plan.spaces, self.plan.depths
+        spaces, kept = self.plan.spaces, self.plan.kept
 
         def before_and_after(terms: Sequence[Term]) -> list[tuple[float, float]]:
             costs = (costs_by_space(spaces, terms, removed) for removed in ({}, self.plan.removed))
@@ -79,7 +79,7 @@ class ReportContent:
         *params, params_outside = before_and_after(spaces.costs.params)
         *flops, flops_outside = before_and_after(spaces.costs.flops)
         rows = [
-            SpaceFacts(space.name, space.kind, space.size, space.size - depths[space.name], *costs)
+            SpaceFacts(space.name, space.kind, space.size, kept[space.name], *costs)
             for space, *costs in zip(spaces, params, flops, strict=True)
         ]
         return (*rows, SpaceFacts(OUTSIDE, "", 0, 0, params_outside, flops_outside))
@@ -131,6 +131,8 @@ def costs_by_space(spaces: Spaces, terms: Sequence[Term], removed: Mapping[str, 
     for term in terms:
         axes = list(term.factors)
         cost = term.coefficient * math.prod(lengths[axes].tolist())
+        if not cost:
+            continue  # of a removed block, whose factor is 0
         if axes:
             total += cost * (shares[axes] / lengths[axes, None]).mean(axis=0)
         else:

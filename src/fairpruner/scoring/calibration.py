@@ -30,6 +30,7 @@ from fairpruner.scoring.demand import Demand, Watched
 from fairpruner.scoring.gradients import gradients_of, only_gradients_of
 from fairpruner.scoring.labels import SignalLabels
 from fairpruner.scoring.objective import Objective
+from fairpruner.scoring.residual import showing_blocks
 from fairpruner.scoring.routed import (
     Tallies,
     add_exact_terms,
@@ -128,8 +129,9 @@ class Calibration:
     def step(self, batch: Batch, half: int, signals: Sequence[RunningSignal]) -> None:
         """Show one batch to all signals."""
         info = BatchInfo(batch.predicted_tokens() if self._objective.on_tokens else batch.size, half)
-        if self._demand.needs_backward or self._watched.observed or self._watched.blocks:
-            observed = self._forward(batch, signals)
+        residual = self._demand.any_of("blocks")
+        if self._demand.needs_backward or self._watched.observed or self._watched.blocks or residual:
+            observed = self._forward(batch, signals, info)
             tallies = tallies_of(observed.routing, self._watched.blocks, batch)
             if self._demand.any_of("routed_losses"):
                 add_exact_terms(tallies, observed.routing, observed.output, batch)
@@ -145,7 +147,7 @@ class Calibration:
             for running in signals:
                 running.accumulator.see_deletions(changes, info)
 
-    def _forward(self, batch: Batch, signals: Sequence[RunningSignal]) -> _ForwardPass:
+    def _forward(self, batch: Batch, signals: Sequence[RunningSignal], info: BatchInfo) -> _ForwardPass:
         """Run the model on a batch and show the activations to the signals."""
         showing = Showing(batch, self._labels.of(batch), signals)
         gates: list[GateInput] = []
@@ -172,6 +174,7 @@ class Calibration:
             torch.set_grad_enabled(self._demand.needs_backward or bool(self._watched.blocks)),
             watching(self._watched.reads, visit, self._hooked),
             watching_experts(self._model, self._watched.blocks, routing.append),
+            showing_blocks(self._model, self._demand.spaces("blocks"), showing, info),
         ):
             output = self._objective.run(self._model, batch)
         showing.expert_activations(expert_inputs, routing)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fairpruner.core.units import UnitSpace
 from fairpruner.inputs.batches import Batch
+from fairpruner.models.blocks import without_block
 from fairpruner.models.observing import watching
 from fairpruner.models.reads import Read
 from fairpruner.models.routing import watching_experts
@@ -40,6 +41,8 @@ def loss_changes(
             stack.enter_context(watching(watched.reads, zero_unit, hooked))
             # Fused experts show what their last matrices read only while our function runs them.
             stack.enter_context(watching_experts(model, watched.fused, lambda output: None))
+            if space is not None and space.kind == "block":
+                stack.enter_context(without_block(model, space, unit))
             if space is not None and space.kind == "expert":
                 stack.enter_context(without_expert(model, space, unit))
             return float(objective.mean(objective.run(model, batch), batch))

@@ -22,7 +22,7 @@ from fairpruner.models.features import mean_over_tokens
 from fairpruner.models.precision import wide_dtype, widened
 from fairpruner.models.reads import NotObservable, Read
 from fairpruner.models.routing import RouterOutput
-from fairpruner.scoring.signals.base import Accumulator, Signal
+from fairpruner.scoring.signals.base import Accumulator, BatchInfo, Signal
 
 PIXELS = 16  # positions along each side of a map that are samples
 
@@ -84,6 +84,21 @@ class Showing:
                         shown, present = _means(activation, sample, self._batch.size)
                     labels = None if self._labels is None else self._labels.to(present.device)[present]
                     self._hand_over(next(iter(rows)), shown, labels, signals)
+
+    def streams(
+        self, space: UnitSpace, unit: int, streams: tuple[Tensor, Tensor], axis: int, info: BatchInfo
+    ) -> None:
+        """Show the stream before a residual block and after it; padding is left out."""
+        rows = [rows_along(stream, axis) for stream in streams]
+        real = real_tokens(self._batch.inputs)
+        if real is not None and real.numel() == len(rows[0]):
+            counted = real.reshape(-1).to(rows[0].device)
+            rows = [own[counted] for own in rows]
+        with torch.autocast(rows[0].device.type, enabled=False):
+            for running in self._signals:
+                if space.kind in running.kinds:
+                    with _naming_signal(running.signal.name, space):
+                        running.accumulator.see_block(space, unit, (rows[0], rows[1]), info)
 
     def _by_pooling(self, space: UnitSpace) -> Iterator[tuple[bool, list[RunningSignal]]]:
         """The signals that score the space: first those that see every token, then those that see means."""

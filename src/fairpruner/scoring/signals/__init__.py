@@ -12,6 +12,7 @@ from fairpruner.scoring.signals.base import (
     protection_signal,
     removal_signal,
 )
+from fairpruner.scoring.signals.influence import Influence
 from fairpruner.scoring.signals.protection import Deletion, Taylor, Taylor2
 from fairpruner.scoring.signals.reconstruction import Reconstruction
 from fairpruner.scoring.signals.removal import ACTIVATION, FPGM, L1, L2, Random
@@ -27,7 +28,7 @@ from fairpruner.scoring.signals.selection import Selection, default_signals, par
 from fairpruner.scoring.signals.wasserstein import Wasserstein, WassersteinPooled
 
 built_in("removal", Wasserstein(), WassersteinPooled(), L1, L2, FPGM, ACTIVATION, Reconstruction(), Random())
-built_in("removal", SOFT_ACTIVATION, SOFT_ACTIVATION_ALL, FREQUENCY, REAP)
+built_in("removal", SOFT_ACTIVATION, SOFT_ACTIVATION_ALL, FREQUENCY, REAP, Influence(), Deletion())
 built_in("protection", Taylor(), Taylor2(), Deletion(), RoutedTaylor(), RoutedTaylorExact(), Random())
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "BatchInfo",
     "Context",
     "Deletion",
+    "Influence",
     "Random",
     "Reconstruction",
     "Result",

@@ -19,11 +19,12 @@ from fairpruner.scoring.processes import Processes
 
 Side = Literal["removal", "protection"]
 Observation = Literal[
-    "activations", "gradients", "gates", "deletions", "routing", "routed_gradients", "routed_losses"
+    "activations", "gradients", "gates", "deletions", "routing", "routed_gradients", "routed_losses", "blocks"
 ]
 
 DENSE: frozenset[Kind] = frozenset({"channel", "hidden", "head"})  # kinds whose units all samples use
 ROUTED: frozenset[Kind] = frozenset({"expert"})
+RESIDUAL: frozenset[Kind] = frozenset({"block"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +81,9 @@ class Accumulator:
 
         `RouterOutput.tally` lists the quantities, such as the number of tokens that selected an expert.
         """
+
+    def see_block(self, space: UnitSpace, unit: int, streams: tuple[Tensor, Tensor], info: BatchInfo) -> None:
+        """The stream before a residual block and after it, [rows, C] each: tokens or positions in rows."""
 
     def join(self, processes: Processes) -> None:
         """Add what this signal accumulated in the other processes of a job, so that all hold the same."""

@@ -12,10 +12,19 @@ from torch import Tensor
 
 from fairpruner.core.arrays import Floats, Ints
 from fairpruner.core.spaces import Spaces
-from fairpruner.core.units import KINDS, Kind, UnitSpace
+from fairpruner.core.units import KINDS, Kind, Slice, UnitSpace
 from fairpruner.models.precision import widened
 from fairpruner.scoring.processes import Processes
-from fairpruner.scoring.signals.base import Accumulator, BatchInfo, Context, Observation, Result, Signal
+from fairpruner.scoring.signals.base import (
+    DENSE,
+    RESIDUAL,
+    Accumulator,
+    BatchInfo,
+    Context,
+    Observation,
+    Result,
+    Signal,
+)
 
 
 class HalvedMeans:
@@ -51,15 +60,24 @@ class HalvedMeans:
 
 def absolute(means: Mapping[str, Floats]) -> Result:
     """Scores from signed means [1 or 3, J]: the absolute value comes last, as in Algorithm 2."""
-    halves = {name: np.abs(rows[1:]) for name, rows in means.items() if len(rows) == 3}
-    return Result({name: np.abs(rows[0]) for name, rows in means.items()}, halves)
+    return signed({name: np.abs(rows) for name, rows in means.items()})
+
+
+def signed(means: Mapping[str, Floats]) -> Result:
+    """Scores from signed means [1 or 3, J], as they are."""
+    halves = {name: rows[1:] for name, rows in means.items() if len(rows) == 3}
+    return Result({name: rows[0] for name, rows in means.items()}, halves)
 
 
 @dataclass(frozen=True)
 class Taylor(Signal):
-    """The paper's R-Score (Algorithm 2): |mean over samples of <gradient, weights>| of what a unit owns."""
+    """The paper's R-Score (Algorithm 2): |mean over samples of <gradient, weights>| of what a unit owns.
+
+    For a residual block, of the weights that end it.
+    """
 
     name: str = "taylor"
+    kinds: ClassVar[frozenset[Kind]] = DENSE | RESIDUAL
     needs: ClassVar[frozenset[Observation]] = frozenset({"gradients"})
 
     def start(self, context: Context) -> Accumulator:
@@ -81,7 +99,7 @@ class _TaylorAccumulator(Accumulator):
         self._parameters = dict(context.model.named_parameters(remove_duplicate=False))
         self._dims: dict[str, set[int]] = {}  # tensor -> the dims along which units own slices
         for part in (
-            part for space in context.spaces for part in space.slices if part.tensor in self._parameters
+            part for space in context.spaces for part in _counted(space) if part.tensor in self._parameters
         ):
             self._dims.setdefault(part.tensor, set()).add(part.dim)
         self._crossings = {space.name: _crossings(space) for space in context.spaces}
@@ -115,7 +133,7 @@ class _TaylorAccumulator(Accumulator):
         """Signed means of <gradient, weights> of each unit, [1 or 3, J]."""
         parts = [
             (self._means.of((p.tensor, p.dim), p.owner.size), p.owner)
-            for p in space.slices
+            for p in _counted(space)
             if p.tensor in self._parameters
         ]
         parts += [
@@ -124,6 +142,11 @@ class _TaylorAccumulator(Accumulator):
         ]
         total: Floats = np.sum([_by_owner(means, owner, space.size) for means, owner in parts], axis=0)
         return total
+
+
+def _counted(space: UnitSpace) -> tuple[Slice, ...]:
+    """The slices over which the terms of a unit are summed."""
+    return space.slices_of("add") if space.kind == "block" else space.slices
 
 
 def _sums_along(product: Tensor, dim: int) -> Tensor:
@@ -186,19 +209,22 @@ class _Taylor2Accumulator(Accumulator):
 
 @dataclass(frozen=True)
 class Deletion(Signal):
-    """The exact change of the mean loss when one unit is removed; a forward pass for each unit and batch."""
+    """The exact change of the mean loss when one unit is removed; a forward pass for each unit and batch.
+
+    As a removal signal it keeps its sign: a unit without which the loss falls is removed first.
+    """
 
     name: str = "deletion"
     kinds: ClassVar[frozenset[Kind]] = frozenset(KINDS)
     needs: ClassVar[frozenset[Observation]] = frozenset({"deletions"})
 
     def start(self, context: Context) -> Accumulator:
-        return _DeletionAccumulator(context.spaces)
+        return _DeletionAccumulator(context.spaces, signed=context.side == "removal")
 
 
 class _DeletionAccumulator(Accumulator):
-    def __init__(self, spaces: Spaces) -> None:
-        self._spaces, self._means = spaces, HalvedMeans()
+    def __init__(self, spaces: Spaces, *, signed: bool) -> None:
+        self._spaces, self._means, self._signed = spaces, HalvedMeans(), signed
 
     def see_deletions(self, loss_change: Callable[[UnitSpace, int], float], info: BatchInfo) -> None:
         self._means.count(info)
@@ -212,4 +238,5 @@ class _DeletionAccumulator(Accumulator):
         self._means.join(processes)
 
     def result(self) -> Result:
-        return absolute({space.name: self._means.of(space.name, space.size) for space in self._spaces})
+        means = {space.name: self._means.of(space.name, space.size) for space in self._spaces}
+        return signed(means) if self._signed else absolute(means)

@@ -40,14 +40,16 @@ def written(space: UnitSpace, model: nn.Module) -> Iterator[tuple[Tensor, Ints]]
         for same in zip(*(expert.parameters() for expert in experts.children()), strict=True):
             if same[0].ndim > 1:  # biases are left out, as for units that are no experts
                 yield torch.stack([matrix.detach().flatten() for matrix in same]), part.owner
-    parts = space.slices_of("write")
+    parts = (*space.slices_of("write"), *space.slices_of("add"))
     if not parts and not listed:
         raise FairprunerError(
             f"Space {space.name!r} has no weights that write its units, so l1, l2 and fpgm cannot score it:"
             " choose another removal signal."
         )
     for part in parts:
-        yield tensors[part.tensor].detach().movedim(part.dim, 0).flatten(1), part.owner
+        rows = tensors[part.tensor].detach().movedim(part.dim, 0)
+        if part.role == "write" or rows.ndim > 1:  # a block may end in a vector
+            yield rows.flatten(1), part.owner
 
 
 def l1(space: UnitSpace, model: nn.Module) -> Floats:
@@ -77,6 +79,11 @@ def _per_unit(space: UnitSpace, parts: Sequence[tuple[Tensor, Ints]]) -> Floats:
 
 def fpgm(space: UnitSpace, model: nn.Module) -> Floats:
     """The sum of distances to all other units of the space, [J]: small near their geometric median."""
+    if space.kind == "block":
+        raise FairprunerError(
+            f"Signal 'fpgm' compares units of equal shape, and those of {space.name!r} are residual blocks:"
+            " write removal={'block': 'influence', …}."
+        )
     gram = np.zeros((space.size, space.size))
     for rows, owner in written(space, model):
         for own in positions_of(owner, space.size).T:  # the first row of each unit, the second, …

@@ -16,7 +16,7 @@ ByKind = Mapping[Kind, Signal]
 
 # The signal for each kind of space if the caller names none.
 DEFAULTS: dict[Side, dict[Kind, str]] = {
-    "removal": {**dict.fromkeys(KINDS, "wasserstein"), "expert": "soft_activation"},
+    "removal": {**dict.fromkeys(KINDS, "wasserstein"), "expert": "soft_activation", "block": "influence"},
     "protection": {**dict.fromkeys(KINDS, "taylor"), "expert": "routed_taylor"},
 }
 
@@ -66,7 +66,10 @@ def default_signals(side: Side, *, classes: bool, drawn: bool) -> ByKind:
         # With drawn labels the first-order term is zero in expectation; the second-order term is not.
         **({"taylor": "taylor2"} if drawn else {}),
     }
-    found: ByKind = {kind: named(side, instead.get(name, name)) for kind, name in DEFAULTS[side].items()}
+    found: ByKind = {
+        kind: named(side, name if kind == "block" else instead.get(name, name))
+        for kind, name in DEFAULTS[side].items()
+    }
     return found
 
 

@@ -1,0 +1,79 @@
+"""Modules without weights that stand where a removed residual block was.
+
+`fairpruner` copies this file into the folder of a Hugging Face model that has such modules; it needs torch
+only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+CACHES = ("past_key_values", "past_key_value")
+
+
+class Removed(nn.Module):
+    """A module that was removed; it keeps the attributes that code around it reads, and no tensor."""
+
+    argument: int | str  # which of its arguments the block reads from the stream
+    outputs: int  # the length of the tuple that it returns; 0 for a tensor
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        stream = kwargs[self.argument] if isinstance(self.argument, str) else args[self.argument]
+        self._count_tokens(stream, kwargs)
+        result = self.result(stream)
+        return (result, *[None] * (self.outputs - 1)) if self.outputs else result
+
+    def result(self, stream: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def _count_tokens(self, stream: Tensor, kwargs: dict[str, Any]) -> None:
+        """Give a cache of keys and values one number for each token: its length is the position of the next
+        token, and transformers asks the first layer for it.
+        """
+        cache = next((kwargs[name] for name in CACHES if kwargs.get(name) is not None), None)
+        number = getattr(self, "layer_idx", None)
+        if cache is not None and number is not None and hasattr(cache, "update") and stream.ndim == 3:
+            token = stream.detach()[:, None, :, :1] * 0  # [batch, 1, tokens, 1]
+            cache.update(token, token, number)
+
+
+class PassesInput(Removed):
+    """Returns what it is given: a residual block that adds nothing."""
+
+    def result(self, stream: Tensor) -> Tensor:
+        return stream
+
+
+class ReturnsZeros(Removed):
+    """Returns zeros like what it is given: a branch that adds nothing to its stream."""
+
+    def result(self, stream: Tensor) -> Tensor:
+        return torch.zeros_like(stream)
+
+
+STAND_INS: dict[str, type[Removed]] = {"input": PassesInput, "zeros": ReturnsZeros}
+
+
+def remove(module: nn.Module, by: str, argument: int | str, outputs: int) -> None:
+    """Turn a module into its stand-in, in place: its tensors and its children are gone."""
+    number = next(
+        (found for inner in module.modules() if type(found := getattr(inner, "layer_idx", None)) is int), None
+    )
+    while names := [
+        name
+        for held in (
+            module.named_children(),
+            module.named_parameters(recurse=False),
+            module.named_buffers(recurse=False),
+        )
+        for name, _ in held
+    ]:  # what has two names is listed once
+        for name in names:
+            delattr(module, name)
+    module.__class__ = STAND_INS[by]
+    module.argument, module.outputs = argument, outputs  # type: ignore[assignment]
+    if number is not None:
+        module.layer_idx = number  # type: ignore[assignment]

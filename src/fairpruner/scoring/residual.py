@@ -1,0 +1,32 @@
+"""Residual blocks in the calibration pass: signals are shown the stream before and after each block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+from torch import Tensor, nn
+
+from fairpruner.core.units import UnitSpace
+from fairpruner.models.blocks import blocks_of_maps, watching_blocks
+from fairpruner.scoring.samples import Showing
+from fairpruner.scoring.signals.base import BatchInfo
+
+
+@contextmanager
+def showing_blocks(
+    model: nn.Module, spaces: Iterable[UnitSpace], showing: Showing, info: BatchInfo
+) -> Iterator[None]:
+    """Inside, every forward shows the streams around each block of these spaces."""
+
+    def show(
+        space: UnitSpace, channels_first: frozenset[int], unit: int, before: Tensor, after: Tensor
+    ) -> None:
+        showing.streams(space, unit, (before, after), 1 if unit in channels_first else -1, info)
+
+    with ExitStack() as stack:
+        for space in spaces:
+            visit = partial(show, space, blocks_of_maps(model, space))
+            stack.enter_context(watching_blocks(model, space, visit))
+        yield
