@@ -123,5 +123,5 @@ def test_plans_that_do_not_follow_each_other() -> None:
     turned = replace(
         space, slices=tuple(replace(s, owner=np.where(s.owner >= 0, 4 - s.owner, -1)) for s in space.slices)
     )
-    with pytest.raises(fp.FairprunerError, match="its units in another order"):
+    with pytest.raises(fp.FairprunerError, match="or in the order of its units"):
         compose(first, Plan.removing(replace(left, items=(turned, left["2"])), {"0": (0,)}))

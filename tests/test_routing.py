@@ -468,7 +468,10 @@ def test_a_mapping_and_its_name_ask_for_the_same(qwen: nn.Module, spaces: Spaces
         ),
         ({"expert": "reap"}, r"'reap' cannot score spaces of kind head.*'head': 'wasserstein'"),
         ({"expert": "activation"}, "'activation' cannot score spaces of kind expert"),
-        ({"expert": "reap", "channel": "l2"}, r"name none for spaces of kind head: write removal=\{.*'head'"),
+        (
+            {"expert": "reap", "channel": "l2"},
+            r"There is no removal signal for spaces of kind head: write removal=\{.*'head'",
+        ),
         ({"experts": "reap"}, "Unknown kind 'experts': did you mean 'expert'"),
         ("head=l2+expert=reep", "Unknown removal signal 'reep': did you mean 'reap'"),
         ([], "expected at least one"),

@@ -617,7 +617,7 @@ def test_nothing_to_score() -> None:
     model, spaces = build("mlp")
     none = Spaces((), {"0": "skipped"}, CostModel((), (), ()), spaces.fingerprint)
     with pytest.raises(
-        FairprunerError, match="nothing to score in Sequential: no spaces were given, and 1 were left out"
+        FairprunerError, match="nothing to score in Sequential: the spaces are empty, and 1 were left out"
     ):
         score(model, batches("mlp", 6, 3), spaces=none)
 

@@ -181,7 +181,7 @@ def test_features_may_not_change_unless_pooled() -> None:
         if isinstance(signal, WassersteinPooled):
             accumulator.see_activation(spaces["s"], torch.randn(4, UNITS, 4), torch.tensor([0, 1, 0, 1]))
         else:
-            with pytest.raises(FairprunerError, match="has 4 features to a unit in this batch and 9 before"):
+            with pytest.raises(FairprunerError, match="has 4 features per unit in this batch and 9 in"):
                 accumulator.see_activation(spaces["s"], torch.randn(4, UNITS, 4), torch.tensor([0, 1, 0, 1]))
 
 

@@ -49,8 +49,8 @@ def compose(first: Plan, second: Plan) -> Plan:
             )
         if _owners(space) != _owners(left[space.name]):
             raise FairprunerError(
-                f"Space {space.name!r} has other slices, or its units in another order, in the second plan"
-                " than the first plan leaves: use remaining(first, small)."
+                f"Space {space.name!r} of the second plan differs from what the first plan leaves, in its"
+                " slices or in the order of its units: make the second plan with remaining(first, small)."
             )
     removed = {
         space.name: (

@@ -86,7 +86,8 @@ def evaluate_models(
         net, tokenizer = trained(source, None, device), tokenizer_of(place_of(source))
         if not is_causal(net):
             raise FairprunerError(
-                f"{type(net).__name__} is no causal language model, so it cannot generate answers."
+                f"{type(net).__name__} is no causal language model, so it cannot generate answers: give a"
+                " model that predicts the next token."
             )
         sizes[source] = fp.count_params(net)
         found = results[source] = dict(

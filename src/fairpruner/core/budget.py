@@ -75,6 +75,7 @@ class Budget:
             return float(self.amount) * original
         if self.amount > original:
             raise FairprunerError(
-                f"Budget {self.metric} keep={self.amount} is more than the model has ({original:.15g})."
+                f"Budget {self.metric} keep={self.amount} is more than the model has ({original:.15g}): give"
+                " at most that."
             )
         return float(self.amount)

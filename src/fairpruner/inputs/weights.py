@@ -50,7 +50,7 @@ def fits(found: torch.Tensor, expected: torch.Tensor) -> bool:
 def _read_weights(path: Path) -> dict[str, torch.Tensor]:
     """The tensors of a weights file by name."""
     if not path.is_file():  # also refuses pipes and devices
-        raise FairprunerError(f"No weights file {path}.")
+        raise FairprunerError(f"No weights file {path}: give a .safetensors, .pt or .pth file.")
     readers: dict[str, Callable[[Path], Any]] = {
         ".safetensors": lambda file: read_all(file)[1],
         ".pt": _read_checkpoint,

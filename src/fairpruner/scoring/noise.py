@@ -24,7 +24,7 @@ def warn_of_noise(scores: Scores) -> None:
     """
     if scores.samples == 1 and any(space.kind == "expert" for space in scores.spaces):
         warnings.warn(
-            f"One sample cannot rank experts: no second one shows how far the ranks vary. {MORE}",
+            f"One sample cannot rank experts: no second half of the data can confirm the ranks. {MORE}",
             FairprunerWarning,
             stacklevel=CALLER,
         )

@@ -44,8 +44,8 @@ def spaces_of(model: nn.Module, spaces: Spaces | None, first: Batch) -> Spaces:
     check_same_model(model, spaces.fingerprint, "The spaces belong", step="Discover them again.")
     if not len(spaces):
         raise FairprunerError(
-            f"There is nothing to score in {type(model).__name__}: no spaces were given, and"
-            f" {len(spaces.left_out)} were left out."
+            f"There is nothing to score in {type(model).__name__}: the spaces are empty, and"
+            f" {len(spaces.left_out)} were left out. spaces.left_out has the reasons."
         )
     return spaces
 

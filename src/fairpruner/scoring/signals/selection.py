@@ -134,5 +134,5 @@ def _forgotten(side: Side, by_kind: ByKind, kinds: Sequence[Kind]) -> Fairpruner
         **{kind: DEFAULTS[side][kind] for kind in kinds},
     }
     return FairprunerError(
-        f"The {side} signals name none for spaces of kind {', '.join(kinds)}: write {side}={complete}."
+        f"There is no {side} signal for spaces of kind {', '.join(kinds)}: write {side}={complete}."
     )

@@ -127,8 +127,8 @@ class _WassersteinAccumulator(Accumulator):
             known = self._directions[space.name] = torch.from_numpy(drawn).to(values)
         if len(known) != features:
             raise FairprunerError(
-                f"Space {space.name!r} has {features} features to a unit in this batch and {len(known)}"
-                " before: give inputs of one size, or use removal='wasserstein_pooled'."
+                f"Space {space.name!r} has {features} features per unit in this batch and {len(known)} in"
+                " earlier ones: give inputs of one size, or use removal='wasserstein_pooled'."
             )
         return known
 
