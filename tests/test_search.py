@@ -307,24 +307,25 @@ def test_targets_are_what_the_original_gives_held_or_not(
             torch.testing.assert_close(given[""][0], model(batch.inputs[chosen]))
 
 
-class TwoInputs(nn.Module):
-    """Called with two tensors, and no labels are known."""
+class ThreeInputs(nn.Module):
+    """Called with three tensors, and no labels are known."""
 
     def __init__(self) -> None:
         super().__init__()
         self.left, self.right, self.out = nn.Linear(4, 12), nn.Linear(6, 12), nn.Linear(12, 5)
 
-    def forward(self, left: Tensor, right: Tensor) -> Tensor:
-        return self.out(torch.relu(self.left(left) + self.right(right)))
+    def forward(self, left: Tensor, right: Tensor, share: Tensor) -> Tensor:
+        return self.out(torch.relu(share * self.left(left) + self.right(right)))
 
 
 @pytest.mark.parametrize("named", [False, True])
-def test_a_model_with_two_inputs_and_no_labels_is_searched(named: bool) -> None:
+def test_a_model_with_several_inputs_and_no_labels_is_searched(named: bool) -> None:
     torch.manual_seed(0)
-    model, pairs = TwoInputs(), [(torch.randn(20, 4), torch.randn(20, 6)) for _ in range(3)]
-    data = [{"left": left, "right": right} for left, right in pairs] if named else pairs
-    small, plan = fp.prune(model, data, keep=fp.Budget("units", 0.5))
-    assert small(*pairs[0]).shape == (20, 5)
+    model = ThreeInputs()
+    calls = [(torch.randn(20, 4), torch.randn(20, 6), torch.rand(20, 1)) for _ in range(3)]
+    data: list[Any] = [dict(zip(("left", "right", "share"), call, strict=True)) for call in calls]
+    small, plan = fp.prune(model, data if named else calls, keep=fp.Budget("units", 0.5))
+    assert small(*calls[0]).shape == (20, 5)
     chosen = min(plan.tried, key=lambda trial: trial.distance)
     assert chosen.chosen
     assert chosen.distance < max(trial.distance for trial in plan.tried)
