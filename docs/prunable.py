@@ -38,7 +38,7 @@ The tests cut every model below. In float64, the cut model and the masked model 
 - An *expert* is one routed expert, with its row of the router.
 - A *block* is what one residual block adds to its stream. Blocks are looked for on request, see [language_models.md](language_models.md#residual-blocks), and are not in the tables.
 
-The embedding width of a transformer cannot be pruned: its norms mix all channels, so they can only be removed together. A part that cannot be removed on the example input is left out with the reason, and is never cut wrongly. `spaces.left_out` has the reasons for your model.
+The embedding width of a transformer with LayerNorm cannot be pruned: its norms mix all channels, so they can only be removed together. With RMSNorm it can, on request: kind `stream`. A part that cannot be removed on the example input is left out with the reason, and is never cut wrongly. `spaces.left_out` has the reasons for your model.
 """
 
 

@@ -18,6 +18,7 @@ from fairpruner.core.spaces import Spaces
 from fairpruner.core.units import UnitSpace
 from fairpruner.errors import FairprunerError
 from fairpruner.models.fingerprint import fingerprint
+from fairpruner.models.narrowing import replaced_modules
 
 Axis = tuple[str, int | str]  # (tensor, dimension), or (module, attribute that holds a count)
 
@@ -91,10 +92,11 @@ def _kept(space: UnitSpace, plan: Plan) -> Ints:
 
 
 def _narrowed(plan: Plan) -> tuple[UnitSpace, ...]:
-    """Each space without the removed units; the owners of the kept indices are renumbered. Spaces inside of
-    removed blocks are gone.
+    """Each space without the removed units; the owners of the kept indices are renumbered. What lies inside
+    of removed blocks is gone.
     """
     stays = _kept_indices(plan)
+    gone = tuple(f"{part.module}." for part in replaced_modules(plan.spaces, plan.removed))
 
     def narrowed(space: UnitSpace) -> UnitSpace:
         kept = _kept(space, plan)
@@ -107,16 +109,19 @@ def _narrowed(plan: Plan) -> tuple[UnitSpace, ...]:
             slices=tuple(
                 replace(s, owner=renumbered[s.owner[stays[s.tensor, s.dim]]])
                 for s in space.slices
-                if stays[s.tensor, s.dim].any()
+                if not s.tensor.startswith(gone)
             ),
             counts=tuple(
-                replace(c, owner=renumbered[c.owner[stays[c.module, c.attribute]]]) for c in space.counts
+                replace(c, owner=renumbered[c.owner[stays[c.module, c.attribute]]])
+                for c in space.counts
+                if not f"{c.module}.".startswith(gone)
             ),
             replaced=tuple(
                 replace(r, units=left)
                 for r in space.replaced
                 if (left := tuple(int(renumbered[u]) for u in r.units if renumbered[u] >= 0))
             ),
+            norms=tuple(norm for norm in space.norms if not f"{norm.module}.".startswith(gone)),
         )
 
     left = plan.kept

@@ -23,7 +23,7 @@ def candidates_of(space: UnitSpace, multiple_of: int, min_keep: MinKeep) -> Ints
     # kept / size is rounded like the share that the user wrote, so a share of 0.3 keeps exactly 3 of 10.
     enough = kept / space.size >= least if isinstance(least, float) else kept >= least
     # A head or an expert spans many channels, so any number of them gives a width that is a multiple.
-    even = kept % multiple_of == 0 if space.kind in ("channel", "hidden") else True
+    even = kept % multiple_of == 0 if space.kind in ("channel", "hidden", "stream") else True
     possible = (kept % space.groups == 0) & (kept % space.multiple == 0)
     return np.flatnonzero((enough & (kept >= space.min_keep) & even & possible) | (kept == space.size))
 

@@ -13,10 +13,10 @@ from fairpruner.core.fields import field, listed, text, whole
 from fairpruner.core.sealed import Json
 from fairpruner.errors import FairprunerError, unknown
 
-Kind = Literal["channel", "hidden", "head", "expert", "block"]
+Kind = Literal["channel", "hidden", "head", "expert", "block", "stream"]
 Role = Literal["write", "read", "carry", "route", "add"]
 StandIn = Literal["input", "zeros"]
-KINDS: tuple[Kind, ...] = ("channel", "hidden", "head", "expert", "block")
+KINDS: tuple[Kind, ...] = ("channel", "hidden", "head", "expert", "block", "stream")
 DEFAULT_KINDS: tuple[Kind, ...] = ("channel", "hidden", "head", "expert")  # that `discover` looks for
 ROLES: tuple[Role, ...] = ("write", "read", "carry", "route", "add")
 STAND_INS: tuple[StandIn, ...] = ("input", "zeros")
@@ -123,6 +123,28 @@ class Replacement:
 
 
 @dataclass(frozen=True, eq=False)
+class Norm:
+    """An RMSNorm of the residual stream: its module, the attribute that holds its epsilon, and what is added
+    to its weight (1 where the weight is stored as the difference to one).
+    """
+
+    module: str
+    epsilon: str
+    offset: int
+
+    def to_json(self) -> Json:
+        return {"module": self.module, "epsilon": self.epsilon, "offset": self.offset}
+
+    @staticmethod
+    def from_json(content: Any) -> Norm:
+        return Norm(
+            text(field(content, "module"), "the module of a norm"),
+            text(field(content, "epsilon"), "the epsilon of a norm"),
+            whole(field(content, "offset"), "the offset of a norm", at_most=1),
+        )
+
+
+@dataclass(frozen=True, eq=False)
 class UnitSpace:
     """What can be removed in one place: J units and every tensor slice each of them owns.
 
@@ -141,6 +163,7 @@ class UnitSpace:
     # The kept number is a multiple of this, unless all units are kept: some kernels accept no other sizes.
     multiple: int = 1
     replaced: tuple[Replacement, ...] = ()  # the modules of residual blocks
+    norms: tuple[Norm, ...] = ()  # of the residual stream
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -203,6 +226,7 @@ class UnitSpace:
             "slices": [part.to_json() for part in self.slices],
             "counts": [part.to_json() for part in self.counts],
             **({"replaced": [part.to_json() for part in self.replaced]} if self.replaced else {}),
+            **({"norms": [norm.to_json() for norm in self.norms]} if self.norms else {}),
         }
 
     @staticmethod
@@ -219,4 +243,5 @@ class UnitSpace:
             slices=tuple(Slice.from_json(part) for part in listed(field(content, "slices"), "slices")),
             counts=tuple(Count.from_json(part) for part in listed(field(content, "counts"), "counts")),
             replaced=tuple(map(Replacement.from_json, listed(content.get("replaced", []), "replaced"))),
+            norms=tuple(map(Norm.from_json, listed(content.get("norms", []), "norms"))),
         )

@@ -10,11 +10,12 @@ from torch import nn
 
 from fairpruner.core.cost_model import CostModel, Factor, Term
 from fairpruner.core.spaces import Spaces
-from fairpruner.core.units import DEFAULT_KINDS
+from fairpruner.core.units import DEFAULT_KINDS, UnitSpace
 from fairpruner.discovery.assemble import as_data_flows, assemble, module_of
 from fairpruner.discovery.blocks import block_space
 from fairpruner.discovery.costing import cost_model, operation_terms
 from fairpruner.discovery.routed import aligned, expert_space
+from fairpruner.discovery.stream import as_scales, rms_norms, with_stream
 from fairpruner.discovery.trace import trace
 from fairpruner.discovery.verify import Check, verify
 from fairpruner.errors import FairprunerError
@@ -39,8 +40,8 @@ def discover(
 
     A model with several branches may need `more_examples` that reach them: spaces are found and checked on
     all examples, and costs are those of the first. `kinds` limits the search to some of `channel`,
-    `hidden`, `head`, `expert`, which are looked for by default, and `block`, the residual blocks, which are
-    not; `skip` names spaces, modules or patterns to leave alone.
+    `hidden`, `head`, `expert`, which are looked for by default, and `block` and `stream`, residual blocks and
+    the width of the residual stream, which are not; `skip` names spaces, modules or patterns to leave alone.
 
     >>> import torch
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -64,14 +65,22 @@ def _discover(
         if space.min_keep == space.size
     }
     removable = [space for space in experts if space.name not in whole]
-    seen = trace(model, examples, removable)
+    norms = rms_norms(model, examples[0]).values() if "stream" in (kinds or ()) else ()
+    with as_scales(model, norms):
+        seen = trace(model, examples, removable)
     assembled, fixed = assemble(seen, model)
-    found = [aligned(space, {block.experts for block in blocks}) for space in assembled]
+    stream: UnitSpace | None = None
+    if "stream" in (kinds or ()):
+        assembled, stream, why = with_stream(assembled, norms)
+        fixed = {**fixed, **why}
+    fused = {block.experts for block in blocks}
+    found = [aligned(space, fused) for space in assembled]
+    stream = None if stream is None else aligned(stream, fused)
     unused = {module_of(name): UNUSED for name in seen.unmet}
     left_out = {**unused, **fixed, **whole, **unsupported_experts(model)}
     residual, kept = block_space(model, examples, skip) if "block" in (kinds or ()) else (None, {})
     chosen = Spaces(
-        (*as_data_flows((*found, *removable), seen), *([] if residual is None else [residual])),
+        (*as_data_flows((*found, *removable), seen), *(s for s in (stream, residual) if s is not None)),
         {**left_out, **kept},
         CostModel((), (), ()),
         fingerprint(model),
@@ -109,4 +118,6 @@ def operation_costs(model: nn.Module, example: Any, spaces: Spaces) -> tuple[lis
     [32, 16]
     """
     experts = [space for space in spaces if space.kind == "expert"]
-    return operation_terms(trace(model, [example], experts), spaces.items)
+    with as_scales(model, [norm for space in spaces for norm in space.norms]):
+        seen = trace(model, [example], experts)
+    return operation_terms(seen, spaces.items)

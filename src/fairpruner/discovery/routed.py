@@ -62,9 +62,10 @@ def _fewest(model: nn.Module, space: UnitSpace, example: Any) -> int:
 
 
 def aligned(space: UnitSpace, fused: Collection[str]) -> UnitSpace:
-    """The space, which keeps a multiple of 8 units if they are hidden units of fused experts."""
+    """The space, which keeps a multiple of 8 units if fused experts compute or read them."""
     inside = any(part.tensor.rpartition(".")[0] in fused for part in space.slices)
-    return replace(space, multiple=math.gcd(space.size, ROW)) if inside and space.kind == "hidden" else space
+    wide = space.kind in ("hidden", "stream")
+    return replace(space, multiple=math.gcd(space.size, ROW)) if inside and wide else space
 
 
 def _weights(model: nn.Module, block: ExpertBlock) -> Iterator[tuple[str, int, Role]]:

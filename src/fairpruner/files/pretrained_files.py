@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import shutil
 import warnings
 from collections.abc import Iterable, Iterator
@@ -196,8 +197,22 @@ def _differences(small: nn.Module, built: nn.Module, plan: Plan) -> dict[str, An
         }
         if changed:
             modules[path] = changed
+    if any(space.kind == "stream" and plan.removed[space.name] for space in plan.spaces):
+        for path, module in small.named_modules():
+            rescaled = _other_fractions(module, built.get_submodule(path))
+            if rescaled:
+                modules.setdefault(path, {}).update(rescaled)
     gone = removed_modules(small)
     return {"tensors": tensors, "modules": modules, **({"removed": gone} if gone else {})}
+
+
+def _other_fractions(module: nn.Module, built: nn.Module) -> dict[str, float]:
+    """The fractions that a module holds, such as the epsilon of a norm, where another module has others."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, float) and not math.isclose(value, vars(built).get(name, value), rel_tol=1e-9)
+    }
 
 
 def _sizes(module: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -30,6 +30,7 @@ HIDDEN = (
     "shared_intermediate_size",
 )
 HEADS = ("num_attention_heads", "num_key_value_heads", "encoder_attention_heads", "decoder_attention_heads")
+EPSILONS = ("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 Kept = Mapping[int, int]  # size of a space -> how many units such a space keeps
@@ -46,7 +47,20 @@ def shrunk(config: Any, plan: Plan) -> Any:
         _shrink_hidden(part, kept["hidden"])
         _shrink_experts(part, kept["expert"])
         _shrink_heads(part, kept["head"])
+        _shrink_stream(part, kept["stream"])
     return config
+
+
+def _shrink_stream(part: Any, kept: Kept) -> None:
+    """A narrower stream: heads keep their width, and epsilons of norms grow as its norms were rescaled."""
+    width = getattr(part, "hidden_size", 0)
+    if kept.get(width, width) == width:
+        return
+    if not isinstance(getattr(type(part), "head_dim", None), property):
+        part.head_dim = _head_width(part)
+    for name in _own_names(part, EPSILONS):
+        setattr(part, name, getattr(part, name) * width / kept[width])
+    part.hidden_size = kept[width]
 
 
 def _shrink_hidden(part: Any, kept: Kept) -> None:

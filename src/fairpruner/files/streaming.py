@@ -23,7 +23,7 @@ from fairpruner.files.pretrained_files import GENERATION, copy_files
 from fairpruner.files.shards import parse_size, write_shards
 from fairpruner.inputs.hugging_face import PREFIX, architecture
 from fairpruner.inputs.shard_index import shard_files
-from fairpruner.models.narrowing import kept_indices, replaced_modules
+from fairpruner.models.narrowing import kept_indices
 from fairpruner.models.transformers_private import note_conversions, used_conversions
 from fairpruner.surgery import cut_unverified
 
@@ -50,10 +50,10 @@ def stream(
         raise FairprunerError(
             f"{folder} holds the model that is read: choose another folder for the smaller one."
         )
-    if replaced_modules(plan.spaces, plan.removed):
+    if any(space.kind in ("block", "stream") and plan.removed[space.name] for space in plan.spaces):
         raise FairprunerError(
-            "The plan removes residual blocks, which cannot be cut from file to file yet: load the model, and"
-            " save what cut(model, plan) returns."
+            "The plan removes residual blocks, or channels of the residual stream, which cannot be cut from"
+            " file to file yet: load the model, and save what cut(model, plan) returns."
         )
     with torch.device("meta"):
         model: Any = architecture(str(place))

@@ -35,6 +35,13 @@ def check_fits(model: nn.Module, plan: Plan) -> None:
             owned[part.tensor, part.dim] = mine | owned.get((part.tensor, part.dim), np.zeros_like(mine))
         for count in space.counts:
             _check_count(count, modules, space.name)
+        for norm in space.norms:
+            held = vars(modules[norm.module]).get(norm.epsilon) if norm.module in modules else None
+            if not isinstance(held, float):
+                raise FairprunerError(
+                    f"Space {space.name!r} of the plan rescales {norm.module}.{norm.epsilon}, which is"
+                    f" {str(held)[:60]}, expected a number. {STEP}"
+                )
         for gone in space.replaced:
             if not gone.module or gone.module not in modules:
                 raise FairprunerError(

@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from fairpruner.core.arrays import Ints
-from fairpruner.core.units import Replacement, Slice, UnitSpace
+from fairpruner.core.units import ROLES, Replacement, Slice, UnitSpace
 from fairpruner.models.attention import STAND_INS
 from fairpruner.models.copying import deep_copy
 from fairpruner.models.counts import set_count
 from fairpruner.models.removed import remove
 from fairpruner.models.silencing import close
+from fairpruner.models.stream_norms import rescale_norms
 
 Change = Callable[[str, torch.Tensor], torch.Tensor]
 
@@ -82,6 +83,8 @@ def cut_units(
         if type(module) in STAND_INS and any(name.startswith(f"{path}.".lstrip(".")) for name in keep):
             module.__class__ = STAND_INS[type(module)]
     _update_attributes(model, small)
+    for space in spaces:
+        rescale_norms(small, space, kept=space.size - _units(space, removed).size)
     for part in replaced_modules(spaces, removed):
         remove(small.get_submodule(part.module), part.by, part.argument, part.outputs)
     for path, module in list(small.named_modules()):
@@ -108,8 +111,9 @@ def mask_units(
     quiet: dict[str, list[tuple[Slice, torch.Tensor]]] = {}
     for space in spaces:
         units = _units(space, removed)
-        parts = [part for part in space.slices if part.role in ("read", "route", "add")]
-        for part in parts if units.size else ():
+        # A norm reads all channels of a stream at once, so these become zero where they are written, too.
+        roles = ROLES if space.kind == "stream" else ("read", "route", "add")
+        for part in (part for part in space.slices if part.role in roles and units.size):
             gone = torch.from_numpy(_gone(part.owner, space, units))
             quiet.setdefault(part.tensor, []).append((part, gone))
 

@@ -51,8 +51,8 @@ def refit(job: Job) -> list[Note]:
         return [Note(path, "skipped", ROUTED) for path in lists]
     plan = job.plan
     # The sums of the two models are matched by their number, and a removed block takes some with it.
-    if any(space.kind == "block" and plan.removed[space.name] for space in plan.spaces):
-        reason = "the plan removes residual blocks: 'least_squares' can repair the rest"
+    if any(space.kind in ("block", "stream") and plan.removed[space.name] for space in plan.spaces):
+        reason = "the plan removes blocks, or channels of the stream: 'least_squares' can repair the rest"
         return [Note("sequential", "skipped", reason)]
     uses = find_weight_uses(job.model, next(job.read()))
     lost = {part.tensor for s in plan.spaces if plan.removed[s.name] for part in s.slices_of("read")}

@@ -22,7 +22,9 @@ Observation = Literal[
     "activations", "gradients", "gates", "deletions", "routing", "routed_gradients", "routed_losses", "blocks"
 ]
 
-DENSE: frozenset[Kind] = frozenset({"channel", "hidden", "head"})  # kinds whose units all samples use
+DENSE: frozenset[Kind] = frozenset(
+    {"channel", "hidden", "head", "stream"}
+)  # kinds whose units all samples use
 ROUTED: frozenset[Kind] = frozenset({"expert"})
 RESIDUAL: frozenset[Kind] = frozenset({"block"})
 

@@ -215,7 +215,8 @@ class Deletion(Signal):
     """
 
     name: str = "deletion"
-    kinds: ClassVar[frozenset[Kind]] = frozenset(KINDS)
+    # Without a channel of the stream, norms change, too: zeroing what consumers read is not enough.
+    kinds: ClassVar[frozenset[Kind]] = frozenset(KINDS) - {"stream"}
     needs: ClassVar[frozenset[Observation]] = frozenset({"deletions"})
 
     def start(self, context: Context) -> Accumulator:
