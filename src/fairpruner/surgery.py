@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 
 from fairpruner.core.plan import Plan
 from fairpruner.core.reading import understanding
-from fairpruner.discovery.verify import disagreement
+from fairpruner.discovery.verify import disagreement, runs_without_numbers
 from fairpruner.errors import FairprunerError
 from fairpruner.models.devices import device_of_model
 from fairpruner.models.experts import plain_experts
@@ -49,17 +50,27 @@ def mask(model: nn.Module, plan: Plan, *, example: Any = None) -> nn.Module:
     return mask_units(model, plan.spaces, plan.removed)
 
 
-def cut_unverified(model: nn.Module, plan: Plan) -> nn.Module:
-    """`cut` for a model without numbers (on the device "meta"), which cannot be run."""
+def cut_without_weights(model: nn.Module, plan: Plan, *, room: int) -> nn.Module:
+    """`cut` for a model on the device "meta", which has shapes and no numbers.
+
+    A plan from a file is verified with random weights, in parts that take at most `room` bytes, and the
+    shapes of the whole cut model once more on the device "meta".
+    """
     _check_fits(model, plan)
-    return cut_units(model, plan.spaces, plan.removed)
+    small = cut_units(model, plan.spaces, plan.removed)
+    if plan.spaces.from_file and any(plan.removed.values()):
+        examples = _examples(plan, torch.device("cpu"))
+        _verify(model, plan, examples, room=room)
+        _refuse(model, next(filter(None, (runs_without_numbers(model, small, e) for e in examples)), ""))
+    return small
 
 
 def _check(model: nn.Module, plan: Plan, example: Any) -> None:
     """Refuse a plan of another model, and verify a plan from a file."""
     _check_fits(model, plan)
     if plan.spaces.from_file and any(plan.removed.values()) and _VERIFIED.get(plan) is not type(model):
-        _verify(model, plan, example)
+        examples = _examples(plan, device_of_model(model)) if example is None else [example]
+        _verify(model, plan, examples)
         _VERIFIED[plan] = type(model)
 
 
@@ -74,22 +85,28 @@ def _check_fits(model: nn.Module, plan: Plan) -> None:
     check_fits(model, plan)
 
 
-def _verify(model: nn.Module, plan: Plan, example: Any) -> None:
+def _examples(plan: Plan, device: torch.device) -> list[Any]:
+    """Random inputs of the kinds that a plan from a file records."""
+    if plan.spaces.examples is None:
+        raise FairprunerError(
+            "The plan was read from a file and records no example to verify it on: give example=, an"
+            " input of the model."
+        )
+    with understanding("the examples that the plan's file records"):
+        examples = draw(plan.spaces.examples, device)
+    if not isinstance(examples, list) or not examples:
+        raise FairprunerError("The plan's file holds no list of examples: score and allocate again.")
+    return examples
+
+
+def _verify(model: nn.Module, plan: Plan, examples: list[Any], room: int | None = None) -> None:
     """Refuse a plan from a file unless cut and mask agree; a digest is no proof, as anyone can compute it."""
-    examples = [example]
-    if example is None:
-        if plan.spaces.examples is None:
-            raise FairprunerError(
-                "The plan was read from a file and records no example to verify it on: give example=, an"
-                " input of the model."
-            )
-        with understanding("the examples that the plan's file records"):
-            examples = draw(plan.spaces.examples, device_of_model(model))
-        if not isinstance(examples, list) or not examples:
-            raise FairprunerError("The plan's file holds no list of examples: score and allocate again.")
     touched = [space for space in plan.spaces if plan.removed[space.name]]
     with plain_experts(model):
-        reason = disagreement(model, examples, touched, plan.removed)
+        _refuse(model, disagreement(model, examples, touched, plan.removed, room=room))
+
+
+def _refuse(model: nn.Module, reason: str) -> None:
     if reason:
         raise FairprunerError(
             f"The plan was read from a file, and it does not cut {type(model).__name__} correctly: {reason}."

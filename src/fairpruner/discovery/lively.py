@@ -42,7 +42,7 @@ def lively_weights(model: nn.Module, dtype: torch.dtype | None) -> Change:
         kind: (
             lively(
                 str(kind),
-                torch.empty(1, dtype=kind[1], device=kind[2]).expand(-(-length // kind[0]), kind[0]),
+                torch.empty(1, dtype=kind[1], device=_home(kind[2])).expand(-(-length // kind[0]), kind[0]),
                 dtype,
             ).flatten()
         )
@@ -65,11 +65,20 @@ def _stacks(model: nn.Module) -> Iterator[str]:
 
 
 def lively(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """Random numbers of a tensor's shape: scales and variances near one, matrices of variance 2 / fan-in."""
+    """Random numbers of a tensor's shape: scales and variances near one, matrices of variance 2 / fan-in.
+
+    Integers stay; on the device "meta", where a tensor has none, they are zeros and masks are open.
+    """
     if not tensor.is_floating_point():
-        return tensor
+        unknown = torch.ones if tensor.dtype is torch.bool else torch.zeros
+        return unknown(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor
     noise = torch.rand(
         tensor.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())), dtype=torch.float32
     )
     fresh = noise.add_(0.5) if tensor.ndim < 2 else noise.sub_(0.5).mul_((24 / tensor[0].numel()) ** 0.5)
-    return fresh.to(device=tensor.device, dtype=dtype or tensor.dtype)
+    return fresh.to(device=_home(tensor.device), dtype=dtype or tensor.dtype)
+
+
+def _home(device: torch.device) -> torch.device:
+    """Where numbers for a tensor are: on the CPU for a tensor without memory."""
+    return torch.device("cpu") if device.type == "meta" else device

@@ -164,12 +164,59 @@ def disagreement(
     examples: Sequence[Any],
     spaces: Sequence[UnitSpace],
     removed: Mapping[str, Sequence[int]],
+    *,
+    room: int | None = None,
 ) -> str:
-    """Why mask and cut of just these units do not agree on the examples, or nothing."""
+    """Why mask and cut of just these units do not agree on the examples, or nothing.
+
+    With `room`, spaces are checked in parts whose tensors take at most so many bytes in float32, or one by
+    one. Tensors that a part does not touch take no memory, so a model on the device "meta" can be checked.
+    """
     units = {name: np.asarray(gone, dtype=np.int64) for name, gone in removed.items()}
     check = Check(model, examples, spaces)
-    failures = (check.disagreement(spaces, units, position) for position in range(len(examples)))
-    return next((failure.reason for failure in failures if failure is not None), "")
+    for part in _parts(model, spaces, room):
+        gone = {space.name: units[space.name] for space in part}
+        for position in range(len(examples)):
+            failure = check.disagreement(part, gone, position)
+            if failure is not None:
+                return failure.reason
+    return ""
+
+
+def _parts(model: nn.Module, spaces: Sequence[UnitSpace], room: int | None) -> Iterator[Sequence[UnitSpace]]:
+    if room is None:
+        yield spaces
+        return
+    sizes = {name: 4 * tensor.numel() for name, tensor in model.named_parameters()}
+    part: list[UnitSpace] = []
+    touched: set[str] = set()
+    for space in spaces:
+        own = {s.tensor for s in space.slices}
+        if part and sum(sizes.get(name, 0) for name in touched | own) > room:
+            yield part
+            part, touched = [], set()
+        part.append(space)
+        touched |= own
+    yield part
+
+
+def runs_without_numbers(model: nn.Module, small: nn.Module, example: Any) -> str:
+    """Why a cut model on the device "meta" does not give the outputs' shapes of the whole one, or nothing;
+    nothing too if the whole model does not run there.
+    """
+    inputs = tree_map_only(torch.Tensor, lambda t: t.to("meta"), example)
+    try:
+        whole = _outputs(model, inputs, Visits())
+    except Exception:
+        return ""
+    try:
+        found = _outputs(small, inputs, Visits())
+    except Exception as error:
+        return f"a cut model cannot run: {first_line(error)}"
+    shapes = [[tuple(t.shape) for t in tensors] for tensors in (whole, found)]
+    return (
+        "" if shapes[0] == shapes[1] else f"a cut changes the output's shape from {shapes[0]} to {shapes[1]}"
+    )
 
 
 class Check:

@@ -25,7 +25,7 @@ from fairpruner.inputs.hugging_face import PREFIX, architecture
 from fairpruner.inputs.shard_index import shard_files
 from fairpruner.models.narrowing import kept_indices
 from fairpruner.models.transformers_private import note_conversions, used_conversions
-from fairpruner.surgery import cut_unverified
+from fairpruner.surgery import cut_without_weights
 
 Kept = Mapping[str, Mapping[int, Ints]]  # tensor -> dim -> the indices that stay
 
@@ -41,7 +41,8 @@ def stream(
     """Write the folder that `save(cut(model, plan))` would write, for the model in the folder `place`,
     without loading the model.
 
-    Only its configuration is built. Tensors are read from its safetensors files part by part (a tensor,
+    Only its configuration is built. A plan from a file is verified with random weights, a few spaces at a
+    time. Tensors are read from its safetensors files part by part (a tensor,
     or the experts of one block), cut and written on, so that about one file of `max_shard_size` is in
     memory. `force` replaces a folder that `save` or `stream` wrote before.
     """
@@ -55,10 +56,11 @@ def stream(
             "The plan removes residual blocks, or channels of the residual stream, which cannot be cut from"
             " file to file yet: load the model, and save what cut(model, plan) returns."
         )
+    size = parse_size(max_shard_size)
     with torch.device("meta"):
         model: Any = architecture(str(place))
-    small: Any = cut_unverified(model, plan)
     _check_is_plain(model, place)
+    small: Any = cut_without_weights(model, plan, room=size)
     holders = _holders(place)
     parts = parts_of(model, holders)
     note_conversions(small, used_conversions(model))
@@ -70,7 +72,7 @@ def stream(
             temporary,
             _pieces(model, small, parts, holders, kept),
             {**seal(plan), "streamed": True},
-            parse_size(max_shard_size),
+            size,
         )
 
 
