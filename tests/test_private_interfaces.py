@@ -49,10 +49,11 @@ def test_torch_has_what_torch_private_uses() -> None:
     weight = nn.Parameter(torch.ones(2, 3))
     assert torch_private.base_of(weight.t()) is weight
     assert torch_private.base_of(weight) is weight
-    writes = torch_private.writes_of(weight)
-    with torch.no_grad():
-        weight.add_(1)
-    assert torch_private.writes_of(weight) == writes + 1
+    other = torch.ones(2, 3)
+    assert torch_private.written_tensors(add_, (other, weight), {}) == [other]
+    assert torch_private.written_tensors(add, (other, weight), {}) == []
+    out = torch.ops.aten.add.out
+    assert torch_private.written_tensors(out, (weight, weight), {"out": other}) == [other]
     norm = nn.BatchNorm2d(3)
     assert torch_private.held_tensors(norm, "weight")["weight"] is norm.weight
     assert torch_private.held_tensors(norm, "running_mean")["running_mean"] is norm.running_mean

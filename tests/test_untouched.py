@@ -267,16 +267,23 @@ def test_every_form_of_example_is_copied_whole() -> None:
     assert not cache.keys[0].any()
 
 
-def test_a_write_into_parameters_too_large_to_copy_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_into_parameters_too_large_to_copy_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is copied when an operation is about to write into it, and only then."""
     monkeypatch.setattr(preserving, "COPIED_PARAMETERS", 0)
     model = model_with(Writing())
-    rows = model[1].table.weight.tolist()
-    with (
-        pytest.warns(fp.FairprunerWarning, match=r"wrote into a parameter of shape \[6\]"),
-        evaluating(model),
-    ):
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    copied = []
+    usual = preserving._values
+    monkeypatch.setattr(preserving, "_values", lambda t: copied.append(t) or usual(t))
+    with evaluating(model), torch.no_grad():
         model(torch.ones(3, 4))
-    assert model[1].table.weight.tolist() == rows  # an embedding with max_norm is known to write
+        model[0].weight.data.view(-1)[:2] = 7.0
+    with evaluating(model), torch.inference_mode():
+        model[0].bias.mul_(2)
+    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+    untouched = model[3].weight
+    assert any(t is model[0].weight for t in copied)
+    assert not any(t is untouched for t in copied)
 
 
 @pytest.mark.parametrize("removed", [{}, {"0": (1, 5)}])

@@ -7,10 +7,9 @@ lists of features. A call that only looks at the model must undo that.
 from __future__ import annotations
 
 import sys
-import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import is_dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -19,12 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fairpruner.errors import FairprunerWarning
 from fairpruner.models.randomness import restore_generator
-from fairpruner.models.torch_private import writes_of
+from fairpruner.models.torch_private import TorchDispatchMode, written_tensors
 
-# Parameters are copied only if they take at most so many bytes, because few models write into them in their
-# forward pass. In a larger model such a write is only detected, and a warning reports it.
+# Parameters are copied beforehand if they take at most so many bytes. In a larger model, each is copied when
+# an operation is about to write into it: few models do that in their forward pass.
 COPIED_PARAMETERS = 1 << 30
 # Objects inside objects are searched to this depth: a model may hold a trainer that holds the whole program.
 DEPTH = 2
@@ -49,7 +47,8 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     """
     memory = _Memory(model)
     try:
-        yield
+        with memory.writes or nullcontext():
+            yield
     finally:
         memory.restore()
 
@@ -62,6 +61,7 @@ class _Memory:
         self._alive: list[Any] = []  # keeps ids from being used again
         self._seen: set[int] = set()
         self._copying = sum(p.nbytes for p in model.parameters()) <= COPIED_PARAMETERS
+        self.writes = None if self._copying else _CopyOnWrite(model, self._undo)
         waiting: list[tuple[Any, int]] = [(model, 0)]
         while waiting:
             value, depth = waiting.pop()
@@ -108,6 +108,30 @@ class _Memory:
         return [(vars(value), depth + 1)] if depth < DEPTH and _holds_state(value) else []
 
 
+class _CopyOnWrite(TorchDispatchMode):
+    """Copies a parameter before the first operation that writes into its memory."""
+
+    def __init__(self, model: nn.Module, undo: list[Undo]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._undo = undo
+        self._uncopied: dict[int, list[nn.Parameter]] = {}  # by where their memory begins
+        for parameter in model.parameters():
+            if not parameter.is_meta and parameter.layout is torch.strided:
+                self._uncopied.setdefault(_memory(parameter), []).append(parameter)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for tensor in written_tensors(func, args, kwargs or {}):
+            if tensor.layout is torch.strided:
+                self._undo += [_values(p) for p in self._uncopied.pop(_memory(tensor), ())]
+        return func(*args, **(kwargs or {}))
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
 def _holds_state(value: Any) -> bool:
     """Whether an object is of a class that may belong to the model: no class, function or foreign object."""
     if isinstance(value, type) or not hasattr(value, "__dict__") or callable(value):
@@ -130,8 +154,6 @@ def _tensor(tensor: Tensor, *, copying: bool) -> Iterator[Undo]:
     yield partial(_restore_memory, tensor, tensor.detach())
     if copying:
         yield _values(tensor)
-    elif not tensor.is_inference():
-        yield partial(_warn_if_written, tensor, writes_of(tensor))
 
 
 def _values(tensor: Tensor) -> Undo:
@@ -179,14 +201,3 @@ def _restore_values(tensor: Tensor, before: Tensor) -> None:
     with torch.inference_mode():
         if not torch.equal(tensor, before):
             tensor.copy_(before)
-
-
-def _warn_if_written(tensor: Tensor, version: int) -> None:
-    if writes_of(tensor) != version:
-        warnings.warn(
-            f"The model's forward pass wrote into a parameter of shape {list(tensor.shape)}, and this cannot"
-            f" be undone: parameters of more than {COPIED_PARAMETERS >> 20} MB in all are not copied. Keep"
-            " numbers that the forward pass changes in a buffer.",
-            FairprunerWarning,
-            stacklevel=2,
-        )

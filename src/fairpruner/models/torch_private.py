@@ -33,7 +33,7 @@ __all__ = [
     "tree_flatten",
     "tree_map_only",
     "watch_worker_processes",
-    "writes_of",
+    "written_tensors",
 ]
 
 AnyConvolution = _ConvNd  # of any number of dimensions, transposed ones too
@@ -95,9 +95,14 @@ def base_of(tensor: Tensor) -> Tensor:
     return tensor if tensor._base is None else tensor._base
 
 
-def writes_of(tensor: Tensor) -> int:
-    """How often a tensor was written in place."""
-    return tensor._version
+def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors into which a call of an operation writes."""
+    written: list[Tensor] = []
+    for position, argument in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[position] if position < len(args) else kwargs.get(argument.name)
+            written += [t for t in (given if isinstance(given, (list, tuple)) else [given]) if t is not None]
+    return written
 
 
 def held_tensors(module: nn.Module, name: str) -> dict[str, Any]:
