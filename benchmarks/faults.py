@@ -163,7 +163,6 @@ def finish(process: Any) -> int:
 
 def work(stage: str, hurt: Callable[[], None] | None) -> None:
     torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job in the background ignores
     os.dup2(os.open("output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
     os.dup2(2, 1)
     if hurt is not None:
@@ -402,6 +401,7 @@ def main() -> None:
     if options.table:
         pages.fill("faults", page())
         return
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     with TemporaryDirectory() as folder:
         place = Path(folder).resolve()
         place.chmod(0o755)
