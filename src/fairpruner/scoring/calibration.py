@@ -27,6 +27,8 @@ from fairpruner.models.routing import RouterOutput, gates_of, watching_experts
 from fairpruner.models.visibility import find_visibility
 from fairpruner.scoring.deletions import loss_changes
 from fairpruner.scoring.demand import Demand, Watched
+from fairpruner.scoring.feeding import RunningSignal, SignalFeed
+from fairpruner.scoring.gates import GateInput, gate_terms
 from fairpruner.scoring.gradients import gradients_of, only_gradients_of
 from fairpruner.scoring.labels import SignalLabels
 from fairpruner.scoring.objective import Objective
@@ -39,7 +41,7 @@ from fairpruner.scoring.routed import (
     not_shown,
     tallies_of,
 )
-from fairpruner.scoring.samples import GateInput, RunningSignal, Showing, gate_terms, rows_along
+from fairpruner.scoring.samples import rows_along
 from fairpruner.scoring.signals.base import BatchInfo
 from fairpruner.scoring.signals.classes import ClassGroups
 from fairpruner.scoring.signals.selection import Selection
@@ -149,7 +151,7 @@ class Calibration:
 
     def _forward(self, batch: Batch, signals: Sequence[RunningSignal], info: BatchInfo) -> _ForwardPass:
         """Run the model on a batch and show the activations to the signals."""
-        showing = Showing(batch, self._labels.of(batch), signals)
+        feed = SignalFeed(batch, self._labels.of(batch), signals)
         gates: list[GateInput] = []
         routing: list[RouterOutput] = []
         expert_inputs: dict[Read, list[Tensor]] = {}  # [rows, C] of every call of an expert in a list
@@ -163,7 +165,7 @@ class Calibration:
                 # A weight that is called several times is observed at its first call. It is shown at once,
                 # because the model may change the tensor in place later.
                 shown.add(read)
-                showing.activation(read, source.detach(), axis)
+                feed.activation(read, source.detach(), axis)
             if not self._demand.any_of("gates"):
                 return source
             gate = source.view_as(source) if source.requires_grad else source.detach().requires_grad_()
@@ -174,10 +176,10 @@ class Calibration:
             torch.set_grad_enabled(self._demand.needs_backward or bool(self._watched.blocks)),
             watching(self._watched.reads, visit, self._hooked),
             watching_experts(self._model, self._watched.blocks, routing.append),
-            showing_blocks(self._model, self._demand.spaces("blocks"), showing, info),
+            showing_blocks(self._model, self._demand.spaces("blocks"), feed, info),
         ):
             output = self._objective.run(self._model, batch)
-        showing.expert_activations(expert_inputs, routing)
+        feed.expert_activations(expert_inputs, routing)
         return _ForwardPass(output, gates, routing)
 
     def _backward(

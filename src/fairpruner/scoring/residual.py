@@ -10,20 +10,20 @@ from torch import Tensor, nn
 
 from fairpruner.core.units import UnitSpace
 from fairpruner.models.blocks import blocks_of_maps, watching_blocks
-from fairpruner.scoring.samples import Showing
+from fairpruner.scoring.feeding import SignalFeed
 from fairpruner.scoring.signals.base import BatchInfo
 
 
 @contextmanager
 def showing_blocks(
-    model: nn.Module, spaces: Iterable[UnitSpace], showing: Showing, info: BatchInfo
+    model: nn.Module, spaces: Iterable[UnitSpace], feed: SignalFeed, info: BatchInfo
 ) -> Iterator[None]:
     """Inside, every forward shows the streams around each block of these spaces."""
 
     def show(
         space: UnitSpace, channels_first: frozenset[int], unit: int, before: Tensor, after: Tensor
     ) -> None:
-        showing.streams(space, unit, (before, after), 1 if unit in channels_first else -1, info)
+        feed.streams(space, unit, (before, after), 1 if unit in channels_first else -1, info)
 
     with ExitStack() as stack:
         for space in spaces:

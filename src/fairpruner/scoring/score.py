@@ -20,12 +20,12 @@ from fairpruner.models.calling import evaluating
 from fairpruner.models.devices import device_of_model
 from fairpruner.models.supported import check_has_numbers
 from fairpruner.scoring.calibration import Calibration
+from fairpruner.scoring.feeding import RunningSignal
 from fairpruner.scoring.gradients import only_gradients_of
 from fairpruner.scoring.noise import warn_of_noise
 from fairpruner.scoring.objective import Objective
 from fairpruner.scoring.preparing import class_groups, prepare, spaces_of, with_first
 from fairpruner.scoring.processes import Processes
-from fairpruner.scoring.samples import RunningSignal
 from fairpruner.scoring.signals.base import Context, Result, Side
 from fairpruner.scoring.signals.selection import Asked, ByKind, Selection, parse_signals
 from fairpruner.terminal import progress
