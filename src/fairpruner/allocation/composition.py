@@ -92,8 +92,9 @@ def _kept(space: UnitSpace, plan: Plan) -> Ints:
 
 
 def _narrowed(plan: Plan) -> tuple[UnitSpace, ...]:
-    """Each space without the removed units; the owners of the kept indices are renumbered. What lies inside
-    of removed blocks is gone.
+    """Each space without the removed units, and without what is inside removed blocks.
+
+    The owners of the kept indices are renumbered.
     """
     stays = _kept_indices(plan)
     gone = tuple(f"{part.module}." for part in replaced_modules(plan.spaces, plan.removed))

@@ -65,7 +65,7 @@ class Plan:
 
     @property
     def kept(self) -> dict[str, int]:
-        """How many units of each space are left; none of a space inside of a removed block."""
+        """How many units of each space are left; none of a space inside a removed block."""
         inside = self.spaces.enclosing
         gone = {name for name, (blocks, unit) in inside.items() if unit in self.removed[blocks]}
         return {s.name: 0 if s.name in gone else s.size - len(self.removed[s.name]) for s in self.spaces}

@@ -128,7 +128,7 @@ class Spaces:
 
 
 def _is_list(part: Slice, known: Mapping[str, int]) -> bool:
-    """Whether a slice is of a list of experts, which is no tensor itself: those that it holds are known."""
+    """Whether a slice names a list of experts instead of a tensor."""
     return part.tensor not in known and any(name.startswith(f"{part.tensor}.") for name in known)
 
 

@@ -87,7 +87,7 @@ class Replacement:
     """A module that `cut` replaces by one without weights when all of `units` are removed.
 
     The stand-in returns its `argument` (a position or a keyword), or zeros like it. If the module returned a
-    tuple, `outputs` is its length, and all entries but the first are None; 0 stands for a plain tensor.
+    tuple, `outputs` is its length, and all entries but the first are None; 0 means a plain tensor.
     """
 
     module: str

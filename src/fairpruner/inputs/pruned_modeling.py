@@ -34,8 +34,10 @@ def pruned(original: Any) -> Any:
 
 
 def resize(model: Any, sizes: Any) -> None:
-    """Put modules without weights where `sizes["removed"]` says, shorten tensors to the shapes in
-    `sizes["tensors"]`, and set the attributes in `sizes["modules"]`.
+    """Give a model the sizes of a pruned one.
+
+    Modules in `sizes["removed"]` are replaced by modules without weights, tensors are shortened to the shapes
+    in `sizes["tensors"]`, and the attributes in `sizes["modules"]` are set.
     """
     for part in sizes.get("removed", ()):
         remove(model.get_submodule(part["module"]), part["by"], part["argument"], part["outputs"])

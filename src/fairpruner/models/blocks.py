@@ -18,17 +18,17 @@ BlockVisitor = Callable[[int, Tensor, Tensor], None]
 
 @contextmanager
 def watching_blocks(model: nn.Module, space: UnitSpace, visit: BlockVisitor) -> Iterator[None]:
-    """Inside, every forward calls `visit` for each block of a space, through hooks on its modules."""
+    """Inside, every forward pass calls `visit` for each block of a space, through hooks on its modules."""
     with ExitStack() as stack:
         for unit in range(space.size):
-            watch = _Watch(space, unit, visit)
+            watch = _BlockWatch(space, unit, visit)
             first, last = (model.get_submodule(part.module) for part in (watch.first, watch.last))
             stack.callback(first.register_forward_pre_hook(watch.enter, with_kwargs=True).remove)
             stack.callback(last.register_forward_hook(watch.leave).remove)
         yield
 
 
-class _Watch:
+class _BlockWatch:
     """Shows one block to a visitor, when its last module has run."""
 
     def __init__(self, space: UnitSpace, unit: int, visit: BlockVisitor) -> None:
@@ -71,16 +71,18 @@ def blocks_of_maps(model: nn.Module, space: UnitSpace) -> frozenset[int]:
 
 
 def _ends(space: UnitSpace, unit: int) -> tuple[Replacement, Replacement]:
-    """The modules of a block that run first and last; they stand in the order of the forward pass."""
+    """The modules of a block that run first and last; they are listed in the order of the forward pass."""
     parts = [part for part in space.replaced if part.units == (unit,)]
     return parts[0], parts[-1]
 
 
 def _given(part: Replacement, args: Any, kwargs: Any) -> Tensor:
+    """The argument through which a module reads the stream."""
     given: Tensor = kwargs[part.argument] if isinstance(part.argument, str) else args[part.argument]
     return given
 
 
 def _tensor(output: Any) -> Tensor:
+    """The tensor that a module returned, alone or first in a tuple."""
     found: Tensor = output[0] if isinstance(output, (tuple, list)) else output
     return found

@@ -10,8 +10,7 @@ from torch import nn
 
 
 def names_in_code(cls: type[nn.Module]) -> frozenset[str] | None:
-    """All names that the methods of a module class mention, its constructor aside; None if one cannot be
-    read.
+    """All names in the methods of a module class, except its constructor; None if `forward` cannot be read.
 
     >>> sorted({"weight", "in_features"} & names_in_code(nn.Linear))
     ['weight']

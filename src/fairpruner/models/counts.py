@@ -22,9 +22,9 @@ def counted(module: nn.Module, attribute: str, width: int) -> Any:
 
 
 def set_count(module: nn.Module, attribute: str, value: int, before: int) -> None:
-    """Set a count that was `before`; a module whose code does not accept that gets a class that does."""
+    """Set a count that was `before`; a module whose code does not accept fewer gets a class that does."""
     if attribute.startswith(IN_CONFIG):
-        module.config = copy.copy(module.config)  # others share the old one
+        module.config = copy.copy(module.config)  # other modules share the old one
         setattr(module.config, attribute.removeprefix(IN_CONFIG), value)
         return
     if attribute in HEADS_WIDTHS and not isinstance(module, NarrowHeads):

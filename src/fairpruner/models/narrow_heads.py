@@ -1,8 +1,8 @@
-"""Attention code that takes the width of its heads from the width of its input, with fewer heads.
+"""Fewer heads in attention code that takes the width of its heads from the width of its input.
 
 Such code reads `B, N, C = x.shape` and later reshapes what its heads return to `(B, N, C)`. With fewer heads
-that is too wide. After a cut, the module keeps its code and gets a class in which its input says the width of
-the heads that are left.
+that is too wide. After a cut, the module keeps its code and gets a class in which `x.shape` gives the width
+of the heads that are left.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _RESHAPES = (Tensor.reshape, Tensor.view, torch.reshape)
 
 
 class NarrowHeads(nn.Module):
-    """A module whose inputs of width `input_width` say that they are as wide as the heads that are left."""
+    """A module whose inputs of width `input_width` appear as wide as the heads that are left."""
 
     input_width: int
 
@@ -34,7 +34,7 @@ class NarrowHeads(nn.Module):
             for t in (*inputs, *options.values())
             if isinstance(t, Tensor) and t.ndim > 2 and t.shape[dim] == self.input_width
         ]
-        with _SayingHeadsWidth(wide, dim, self.input_width, getattr(self, name)):
+        with _PretendedWidth(wide, dim, self.input_width, getattr(self, name)):
             return super().forward(*inputs, **options)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -42,14 +42,15 @@ class NarrowHeads(nn.Module):
         return _rebuilt, (type(self).__mro__[2], self.__dict__)
 
 
-class _SayingHeadsWidth(TorchFunctionMode):
-    """Inside, some tensors say another size of one dimension, and reshapes that thereby fail take the true
-    one.
+class _PretendedWidth(TorchFunctionMode):
+    """Inside, the shape of some tensors has a pretended size in one dimension.
+
+    A reshape that would fail with this size uses the true one.
     """
 
-    def __init__(self, wide: Sequence[Tensor], dim: int, true: int, said: int) -> None:
+    def __init__(self, wide: Sequence[Tensor], dim: int, true: int, pretended: int) -> None:
         super().__init__()
-        self._wide, self._dim, self._true, self._said = wide, dim, true, said
+        self._wide, self._dim, self._true, self._pretended = wide, dim, true, pretended
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -59,22 +60,24 @@ class _SayingHeadsWidth(TorchFunctionMode):
             return func(args[0], self._fitting(args[0], kwargs.get("shape", args[1:])))
         result = func(*args, **kwargs)
         if func in _SIZES and any(args[0] is t for t in self._wide):
-            return self._told(args[0], result, kwargs.get("dim", args[1] if len(args) > 1 else None))
+            return self._pretend(args[0], result, kwargs.get("dim", args[1] if len(args) > 1 else None))
         return result
 
-    def _told(self, tensor: Tensor, size: Any, dim: int | None) -> Any:
+    def _pretend(self, tensor: Tensor, size: Any, dim: int | None) -> Any:
+        """The shape of a tensor, or its size in one dimension, with the pretended size."""
         if dim is None:
-            told = list(size)
-            told[self._dim] = self._said
-            return torch.Size(told)
-        return self._said if dim % tensor.ndim == self._dim % tensor.ndim else size
+            sizes = list(size)
+            sizes[self._dim] = self._pretended
+            return torch.Size(sizes)
+        return self._pretended if dim % tensor.ndim == self._dim % tensor.ndim else size
 
     def _fitting(self, tensor: Tensor, shape: Sequence[Any]) -> list[Any]:
-        sizes: list[Any] = (
-            list(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else list(shape)
-        )
+        """The shape of a reshape, with the true size if the pretended one does not fit the tensor."""
+        sizes: list[Any] = list(shape)
+        if len(shape) == 1 and not isinstance(shape[0], int):  # given as one tuple
+            sizes = list(shape[0])
         if -1 not in sizes and math.prod(sizes) != tensor.numel():
-            sizes = [self._true if size == self._said else size for size in sizes]
+            sizes = [self._true if size == self._pretended else size for size in sizes]
         return sizes
 
 

@@ -1,7 +1,7 @@
-"""Modules without weights that stand where a removed residual block was.
+"""Modules without weights that replace a removed residual block.
 
-`fairpruner` copies this file into the folder of a Hugging Face model that has such modules; it needs torch
-only.
+`fairpruner` copies this file into the folder of a Hugging Face model that has such modules. It needs only
+torch.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ class Removed(nn.Module):
         raise NotImplementedError
 
     def _count_tokens(self, stream: Tensor, kwargs: dict[str, Any]) -> None:
-        """Give a cache of keys and values one number for each token: its length is the position of the next
-        token, and transformers asks the first layer for it.
+        """Give a cache of keys and values one number for each token.
+
+        transformers takes the position of the next token from the length of the first layer's cache.
         """
         cache = next((kwargs[name] for name in CACHES if kwargs.get(name) is not None), None)
         number = getattr(self, "layer_idx", None)
@@ -58,22 +59,20 @@ STAND_INS: dict[str, type[Removed]] = {"input": PassesInput, "zeros": ReturnsZer
 
 
 def remove(module: nn.Module, by: str, argument: int | str, outputs: int) -> None:
-    """Turn a module into its stand-in, in place: its tensors and its children are gone."""
+    """Turn a module into its stand-in, in place: its tensors and its children are removed."""
     number = next(
         (found for inner in module.modules() if type(found := getattr(inner, "layer_idx", None)) is int), None
     )
-    while names := [
-        name
-        for held in (
-            module.named_children(),
-            module.named_parameters(recurse=False),
-            module.named_buffers(recurse=False),
-        )
-        for name, _ in held
-    ]:  # what has two names is listed once
+    while names := _held_names(module):  # again, because a module or tensor with two names is listed once
         for name in names:
             delattr(module, name)
     module.__class__ = STAND_INS[by]
     module.argument, module.outputs = argument, outputs  # type: ignore[assignment]
     if number is not None:
         module.layer_idx = number  # type: ignore[assignment]
+
+
+def _held_names(module: nn.Module) -> list[str]:
+    """The names of a module's children, parameters and buffers."""
+    parameters, buffers = module.named_parameters(recurse=False), module.named_buffers(recurse=False)
+    return [name for held in (module.named_children(), parameters, buffers) for name, _ in held]

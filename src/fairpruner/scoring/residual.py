@@ -18,7 +18,7 @@ from fairpruner.scoring.signals.base import BatchInfo
 def showing_blocks(
     model: nn.Module, spaces: Iterable[UnitSpace], feed: SignalFeed, info: BatchInfo
 ) -> Iterator[None]:
-    """Inside, every forward shows the streams around each block of these spaces."""
+    """Inside, every forward pass shows signals the stream before and after each block of these spaces."""
 
     def show(
         space: UnitSpace, channels_first: frozenset[int], unit: int, before: Tensor, after: Tensor

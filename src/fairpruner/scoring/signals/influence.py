@@ -1,4 +1,4 @@
-"""The removal signal of residual blocks: how far a block turns the stream that passes it."""
+"""The removal signal of residual blocks: how much a block changes the direction of its stream."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ from fairpruner.scoring.signals.protection import HalvedMeans, signed
 
 @dataclass(frozen=True)
 class Influence(Signal):
-    """One minus the cosine of the stream before a block and after it, over tokens or positions (the block
-    influence of ShortGPT).
+    """One minus the cosine of the stream before and after a block: the block influence of ShortGPT.
+
+    It is the mean over tokens, or over positions of maps.
     """
 
     name: str = "influence"
