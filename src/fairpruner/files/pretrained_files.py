@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 import shutil
 import warnings
 from collections.abc import Iterable, Iterator
@@ -179,12 +180,13 @@ def _differences(small: nn.Module, built: nn.Module, plan: Plan) -> dict[str, An
         if list(tensor.shape) != shapes.get(name)
     }
     holders = {name.rsplit(".", depth)[0] for name in tensors for depth in range(1, name.count(".") + 1)}
-    counting = {count.attribute for space in plan.spaces for count in space.counts}
-    # By attribute, since layers may have moved up and left the paths of the plan.
+    # Paths without the numbers of layers, because layers may have moved up.
+    counting = {(_unnumbered(c.module), c.attribute) for space in plan.spaces for c in space.counts}
     counted = {
         (path, name)
         for path, module in small.named_modules()
-        for name in counting & {name for name, _ in _sizes(module)}
+        for name, _ in _sizes(module)
+        if (_unnumbered(path), name) in counting
     }
     modules = {}
     for path in sorted(holders | {path for path, _ in counted}):
@@ -204,6 +206,11 @@ def _differences(small: nn.Module, built: nn.Module, plan: Plan) -> dict[str, An
                 modules.setdefault(path, {}).update(rescaled)
     gone = removed_modules(small)
     return {"tensors": tensors, "modules": modules, **({"removed": gone} if gone else {})}
+
+
+def _unnumbered(path: str) -> str:
+    """A module's path without the numbers in it."""
+    return re.sub(r"\d+", "#", path)
 
 
 def _other_fractions(module: nn.Module, built: nn.Module) -> dict[str, float]:
