@@ -10,9 +10,12 @@ import numpy as np
 
 from fairpruner.errors import FairprunerError, unknown
 
-Metric = Literal["units", "params", "flops", "bytes", "experts", "latency", "latency_ms"]
+Metric = Literal[
+    "units", "params", "flops", "bytes", "experts", "active_params", "cache_bytes", "latency", "latency_ms"
+]
 METRICS: tuple[Metric, ...] = ("units", "params", "flops")  # every plan predicts these
-BUDGETS: tuple[Metric, ...] = (*METRICS, "bytes", "experts", "latency", "latency_ms")
+MORE_METRICS: tuple[Metric, ...] = ("active_params", "cache_bytes")  # only some models have these
+BUDGETS: tuple[Metric, ...] = (*METRICS, "bytes", "experts", *MORE_METRICS, "latency", "latency_ms")
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from dataclasses import field as dataclass_field
 from math import prod
 from typing import Any
 
 from fairpruner.core.arrays import Ints, decode_runs, encode_runs
+from fairpruner.core.budget import MORE_METRICS
 from fairpruner.core.fields import BIGGEST, field, listed, mapped, whole
 from fairpruner.core.sealed import Json
 from fairpruner.errors import FairprunerError
@@ -65,6 +67,8 @@ class CostModel:
     flops: tuple[Term, ...]
     # The memory of the parameters; empty in files from before bytes were counted.
     bytes: tuple[Term, ...] = ()
+    # Further metrics that only some models have: `active_params` and `cache_bytes`.
+    more: Mapping[str, tuple[Term, ...]] = dataclass_field(default_factory=dict)
 
     def without(self, names: Mapping[str, Any]) -> CostModel:
         """The costs when the spaces of these names stay whole."""
@@ -72,7 +76,7 @@ class CostModel:
             Factor(f.size, {name: owned for name, owned in f.owned.items() if name not in names})
             for f in self.factors
         )
-        return CostModel(factors, self.params, self.flops, self.bytes)
+        return replace(self, factors=factors)
 
     def check(self, sizes: Mapping[str, int]) -> None:
         """Refuse costs that no model has: axes with more owned indices than length, or sums beyond 64 bits.
@@ -91,7 +95,7 @@ class CostModel:
                 raise FairprunerError(
                     f"An axis of the costs has {factor.size} indices, and units own {owned} of them."
                 )
-        for terms in (self.params, self.flops, self.bytes):
+        for terms in (self.params, self.flops, self.bytes, *self.more.values()):
             total = sum(t.coefficient * prod(self.factors[f].size for f in t.factors) for t in terms)
             if total > BIGGEST:
                 raise FairprunerError(f"A cost adds up to more than {BIGGEST:,}.")
@@ -102,6 +106,7 @@ class CostModel:
             "params": [term.to_json() for term in self.params],
             "flops": [term.to_json() for term in self.flops],
             "bytes": [term.to_json() for term in self.bytes],
+            **{metric: [term.to_json() for term in terms] for metric, terms in self.more.items()},
         }
 
     @staticmethod
@@ -117,4 +122,5 @@ class CostModel:
             terms(field(costs, "params")),
             terms(field(costs, "flops")),
             terms(costs.get("bytes", [])),
+            {metric: terms(costs[metric]) for metric in MORE_METRICS if metric in costs},
         )

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from fairpruner.core.arrays import Floats, Ints
-from fairpruner.core.budget import METRICS, Metric
+from fairpruner.core.budget import METRICS, MORE_METRICS, Metric
 from fairpruner.core.cost_model import Factor, Term
 from fairpruner.core.latency import LatencyTable
 from fairpruner.core.spaces import Spaces
@@ -70,7 +70,7 @@ class CostTable:
         # The last factor, of size 1, pads the products of terms with fewer factors than others.
         self._lengths = Lengths([*model.factors, Factor(1, {})], spaces, orders)
         self._timed = None if latency is None else Lengths(latency.factors, spaces, orders)
-        terms = {"params": model.params, "flops": model.flops, "bytes": model.bytes}
+        terms = {"params": model.params, "flops": model.flops, "bytes": model.bytes, **model.more}
         self._terms = {metric: _arrays(t, len(model.factors)) for metric, t in terms.items()}
 
     def totals(self, metric: Metric, depths: Ints) -> float:
@@ -103,9 +103,10 @@ def _arrays(terms: Sequence[Term], empty: int) -> tuple[Ints, Ints]:
 
 
 def metrics_of(spaces: Spaces) -> tuple[Metric, ...]:
-    """The metrics that plans of these spaces predict; `experts` only if there are some."""
+    """The metrics that plans of these spaces predict; some only if the model has what they count."""
     experts = any(space.kind == "expert" for space in spaces)
-    return METRICS + (("bytes",) if spaces.costs.bytes else ()) + (("experts",) if experts else ())
+    more: tuple[Metric, ...] = tuple(metric for metric in MORE_METRICS if metric in spaces.costs.more)
+    return METRICS + (("bytes",) if spaces.costs.bytes else ()) + (("experts",) if experts else ()) + more
 
 
 def predict(

@@ -19,6 +19,7 @@ from fairpruner.discovery.stream import as_scales, rms_norms, with_stream
 from fairpruner.discovery.trace import trace
 from fairpruner.discovery.verify import Check, verify
 from fairpruner.errors import FairprunerError
+from fairpruner.models.caching import cached_layers
 from fairpruner.models.experts import expert_blocks, plain_experts, unsupported_experts
 from fairpruner.models.fingerprint import fingerprint
 from fairpruner.models.recorded import record
@@ -102,7 +103,7 @@ def _discover(
         chosen,
         items=tuple(sound),
         left_out=left_out,
-        costs=cost_model(seen, sound, model),
+        costs=cost_model(seen, sound, model, cached_layers(model, examples[0])),
         examples=record(list(examples)),
     )
 

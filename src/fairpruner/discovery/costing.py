@@ -10,8 +10,10 @@ from torch import nn
 from fairpruner.core.arrays import Ints
 from fairpruner.core.cost_model import CostModel, Factor, Term
 from fairpruner.core.units import UnitSpace
-from fairpruner.discovery.ids import Partition
+from fairpruner.discovery.ids import Partition, Usage
 from fairpruner.discovery.trace import Trace
+from fairpruner.models.caching import CachedLayer
+from fairpruner.models.experts import expert_blocks
 
 
 class TermBuilder:
@@ -55,6 +57,23 @@ class TermBuilder:
                     )
         return Term(total, tuple(factors))
 
+    def cached(self, layer: CachedLayer) -> Term:
+        """The bytes that an attention caches for one token, proportional to its heads."""
+        block = self._block_factor(layer.module)
+        for space in self._spaces:
+            inside = any(part.tensor.startswith(f"{layer.module}.") for part in space.slices)
+            if space.kind == "head" and inside and layer.bytes % space.size == 0:
+                return Term(layer.bytes // space.size, (self._whole(space), *block))
+        return Term(layer.bytes, tuple(block))
+
+    def _whole(self, space: UnitSpace) -> int:
+        """The position of a factor that is the number of kept units of a space."""
+        key = (space.size, f"{space.name} units".encode())
+        if key not in self._positions:
+            self._positions[key] = len(self.factors)
+            self.factors.append(Factor(space.size, {space.name: np.ones(space.size, dtype=np.int64)}))
+        return self._positions[key]
+
     def _block_factor(self, place: str) -> list[int]:
         """The position of a factor that is 1 while the block around a place is kept; nothing if there is
         none.
@@ -89,15 +108,53 @@ def operation_terms(trace: Trace, spaces: Sequence[UnitSpace]) -> tuple[list[Fac
     return builder.factors, [builder.term(cost.macs, cost.axes, cost.module) for cost in trace.costs]
 
 
-def cost_model(trace: Trace, spaces: Sequence[UnitSpace], model: nn.Module) -> CostModel:
-    """Parameters, bytes and FLOPs of every plan over these spaces."""
+def cost_model(
+    trace: Trace, spaces: Sequence[UnitSpace], model: nn.Module, cached: Sequence[CachedLayer] = ()
+) -> CostModel:
+    """Parameters, bytes and FLOPs of every plan over these spaces; where the model has them, also active
+    parameters and the bytes of its cache of keys and values.
+    """
     builder = TermBuilder(trace.partition, spaces)
     axes = _parameter_axes(trace, model)
     sizes = [(p, axes.get(name, ()), name) for name, p in model.named_parameters()]
     params = [builder.term(p.numel(), ids, name) for p, ids, name in sizes]
     held = [builder.term(p.numel() * p.element_size(), ids, name) for p, ids, name in sizes]
     flops = [builder.term(cost.macs, cost.axes, cost.module) for cost in trace.costs]
-    return CostModel(tuple(builder.factors), _merged(params), _merged(flops), _merged(held))
+    more = {
+        "active_params": _active_params(builder, trace.partition, model, axes),
+        "cache_bytes": [builder.cached(layer) for layer in cached],
+    }
+    return CostModel(
+        tuple(builder.factors),
+        _merged(params),
+        _merged(flops),
+        _merged(held),
+        {metric: _merged(terms) for metric, terms in more.items() if terms},
+    )
+
+
+def _active_params(
+    builder: TermBuilder, partition: Partition, model: nn.Module, axes: Mapping[str, Sequence[Ints]]
+) -> list[Term]:
+    """The parameters that one token uses: of the experts of a block as many as it is sent to. Nothing for
+    models without experts, or if it is not known how many these are.
+    """
+    blocks = expert_blocks(model)
+    if not blocks or any(block.top_k is None for block in blocks):
+        return []
+    terms = []
+    for name, parameter in model.named_parameters():
+        total, ids = parameter.numel(), axes.get(name, ())
+        block = next((b for b in blocks if name.startswith(f"{b.experts}.")), None)
+        if block is not None:
+            assert block.top_k is not None
+            inside = name.removeprefix(f"{block.experts}.").partition(".")
+            if inside[1] and inside[0] != "0":
+                continue  # the experts of a list have equal sizes: the first one stands for all
+            total = total * block.top_k if inside[1] else total // block.size * block.top_k
+            ids = [own for own in ids if not (partition.own_usage[own] & Usage.ROUTED).any()]
+        terms.append(builder.term(total, ids, name))
+    return terms
 
 
 def _parameter_axes(trace: Trace, model: nn.Module) -> dict[str, list[Ints]]:
