@@ -197,7 +197,7 @@ class Setting:
             Fluctuation.squares[space.name] = squares.view(space.size, -1)
         fp.signals.removal_signal("magnitude")(magnitude)
         fp.signals.removal_signal("flap")(Fluctuation)
-        signals = ["activation", "reconstruction", "magnitude", "flap", ElementTaylor()]
+        signals = ["activation", "saliency", "reconstruction", "magnitude", "flap", ElementTaylor()]
         return fp.score(self.model, self.data, spaces=width, removal=signals, protection="taylor")
 
     @cached_property
@@ -298,6 +298,8 @@ WAYS: dict[str, Way] = {
     "ShortGPT": shortgpt,
     "fairpruner: activation, tod": signal("activation", "tod"),
     "fairpruner: activation, tod + least_squares": signal("activation", "tod", "least_squares"),
+    "fairpruner: saliency, global": signal("saliency", "global"),
+    "fairpruner: saliency, global + least_squares": signal("saliency", "global", "least_squares"),
     "fairpruner: reconstruction, global": signal("reconstruction", "global"),
     "fairpruner: reconstruction, global + least_squares": signal("reconstruction", "global", "least_squares"),
     "fairpruner: reconstruction, uniform + least_squares": signal(

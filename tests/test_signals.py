@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from fairpruner.core.arrays import Floats
 from fairpruner.core.spaces import Spaces
 from fairpruner.core.units import Slice, UnitSpace
+from fairpruner.discovery import discover
 from fairpruner.errors import FairprunerError
 from fairpruner.scoring.score import score
 from fairpruner.scoring.signals import Taylor, Wasserstein, names, protection_signal, removal_signal
@@ -543,3 +544,17 @@ def test_slices_of_constants_are_no_parameters() -> None:
     assert len(buffers) == 2
     scores = score(model, batches("convnet", 6, 3), spaces=spaces)
     assert np.isfinite(scores.protection["0"]).all()
+
+
+def test_saliency_sums_sizes_where_taylor_sums_signs() -> None:
+    first, last = nn.Linear(4, 6), nn.Linear(6, 3)
+    net = nn.Sequential(first, nn.ReLU(), last)
+    data = [(torch.randn(8, 4), torch.arange(8) % 3) for _ in range(2)]
+    found = score(net, data, spaces=discover(net, torch.zeros(1, 4)), removal="saliency").removal["0"]
+    expected = torch.zeros(6)
+    for x, y in data:
+        own = [first.weight, first.bias, last.weight]
+        slopes = torch.autograd.grad(F.cross_entropy(net(x), y), own)
+        sizes = [(p.detach() * g).abs() for p, g in zip(own, slopes, strict=True)]
+        expected += (sizes[0].sum(1) + sizes[1] + sizes[2].sum(0)) / len(data)
+    np.testing.assert_allclose(found, expected.double().numpy() / (4 + 3), rtol=1e-5)  # MACs of a unit

@@ -24,11 +24,14 @@ from fairpruner.scoring.signals.routing import (
     RoutedTaylor,
     RoutedTaylorExact,
 )
+from fairpruner.scoring.signals.saliency import Saliency
 from fairpruner.scoring.signals.selection import Selection, default_signals, parse_signals, select_signals
 from fairpruner.scoring.signals.wasserstein import Wasserstein, WassersteinPooled
 
 built_in("removal", Wasserstein(), WassersteinPooled(), L1, L2, FPGM, ACTIVATION, Reconstruction(), Random())
-built_in("removal", SOFT_ACTIVATION, SOFT_ACTIVATION_ALL, FREQUENCY, REAP, Influence(), Deletion())
+built_in(
+    "removal", SOFT_ACTIVATION, SOFT_ACTIVATION_ALL, FREQUENCY, REAP, Influence(), Deletion(), Saliency()
+)
 built_in("protection", Taylor(), Taylor2(), Deletion(), RoutedTaylor(), RoutedTaylorExact(), Random())
 
 __all__ = [
@@ -43,6 +46,7 @@ __all__ = [
     "Result",
     "RoutedTaylor",
     "RoutedTaylorExact",
+    "Saliency",
     "Selection",
     "Signal",
     "Taylor",

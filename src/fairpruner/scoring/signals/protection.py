@@ -115,7 +115,7 @@ class _TaylorAccumulator(Accumulator):
             product = gradient * weight
             for dim in dims:
                 # The gradient of the mean loss times the number of samples is the sum over the samples.
-                self._means.add((tensor, dim), _sums_along(product, dim) * info.samples, info)
+                self._means.add((tensor, dim), sums_along(product, dim) * info.samples, info)
             for space, crossing in crossings:
                 if crossing.tensor == tensor:
                     shared = product.flatten(2).sum(2) if product.ndim > 2 else product  # [O, I]
@@ -140,7 +140,7 @@ class _TaylorAccumulator(Accumulator):
             (-self._means.of((space.name, c.tensor), c.units.size), c.units)
             for c in self._crossings[space.name]
         ]
-        total: Floats = np.sum([_by_owner(means, owner, space.size) for means, owner in parts], axis=0)
+        total: Floats = np.sum([by_owner(means, owner, space.size) for means, owner in parts], axis=0)
         return total
 
 
@@ -149,14 +149,14 @@ def _counted(space: UnitSpace) -> tuple[Slice, ...]:
     return space.slices_of("add") if space.kind == "block" else space.slices
 
 
-def _sums_along(product: Tensor, dim: int) -> Tensor:
+def sums_along(product: Tensor, dim: int) -> Tensor:
     """The sum over all dims but one, [size]; two sums of flattened dims are quicker than one of many."""
     if dim:
         product = product.flatten(0, dim - 1).sum(0)
     return product.flatten(1).sum(1) if product.ndim > 1 else product
 
 
-def _by_owner(means: Floats, owner: Ints, size: int) -> Floats:
+def by_owner(means: Floats, owner: Ints, size: int) -> Floats:
     """Values of indices, [R, indices], summed over the indices of each unit, [R, J]."""
     owned = owner >= 0
     return np.stack([np.bincount(owner[owned], weights=row[owned], minlength=size) for row in means])

@@ -1,0 +1,64 @@
+"""The removal signal of weights times gradients: what the loss would notice of a unit, weight by weight."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from torch import Tensor
+
+from fairpruner.core.arrays import Floats
+from fairpruner.models.precision import widened
+from fairpruner.scoring.processes import Processes
+from fairpruner.scoring.signals.base import Accumulator, BatchInfo, Context, Observation, Result, Signal
+from fairpruner.scoring.signals.protection import HalvedMeans, by_owner, signed, sums_along
+from fairpruner.scoring.signals.reconstruction import unit_flops
+
+
+@dataclass(frozen=True)
+class Saliency(Signal):
+    """The mean over batches of |gradient x weight|, summed over all weights of a unit, divided by the FLOPs
+    that one unit costs.
+
+    `taylor` sums the same products with their signs, so that large ones cancel. The division lets the rule
+    `global` compare units of different sizes, as for `reconstruction`.
+    """
+
+    name: str = "saliency"
+    needs: ClassVar[frozenset[Observation]] = frozenset({"gradients"})
+
+    def start(self, context: Context) -> Accumulator:
+        return _SaliencyAccumulator(context)
+
+
+class _SaliencyAccumulator(Accumulator):
+    def __init__(self, context: Context) -> None:
+        self._spaces = context.spaces
+        self._weights = dict(context.model.named_parameters(remove_duplicate=False))
+        parts = [part for space in context.spaces for part in space.slices if part.tensor in self._weights]
+        self._dims = dict.fromkeys((part.tensor, part.dim) for part in parts)
+        self._means = HalvedMeans()
+
+    def see_gradients(self, gradients: Mapping[str, Tensor], info: BatchInfo) -> None:
+        self._means.count(info)
+        for tensor, dim in self._dims:
+            if tensor in gradients:
+                slope, weight = (t[tensor].detach() for t in (gradients, self._weights))
+                sizes = (widened(slope) * widened(weight)).abs()
+                self._means.add((tensor, dim), sums_along(sizes, dim) * info.samples, info)
+
+    def join(self, processes: Processes) -> None:
+        self._means.join(processes)
+
+    def result(self) -> Result:
+        found: dict[str, Floats] = {}
+        for space in self._spaces:
+            rows = [
+                by_owner(self._means.of((part.tensor, part.dim), part.owner.size), part.owner, space.size)
+                for part in space.slices
+                if part.tensor in self._weights
+            ]
+            found[space.name] = np.sum(rows, axis=0) / unit_flops(space, self._spaces)
+        return signed(found)
