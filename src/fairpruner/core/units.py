@@ -124,13 +124,11 @@ class Replacement:
 
 @dataclass(frozen=True, eq=False)
 class Norm:
-    """An RMSNorm of the residual stream: its module, the attribute that holds its epsilon, and what is added
-    to its weight (1 where the weight is stored as the difference to one).
-    """
+    """An RMSNorm of the residual stream."""
 
     module: str
-    epsilon: str
-    offset: int
+    epsilon: str  # the attribute that holds its epsilon
+    offset: int  # added to its weight: 1 if the module stores the weight minus one, else 0
 
     def to_json(self) -> Json:
         return {"module": self.module, "epsilon": self.epsilon, "offset": self.offset}

@@ -22,9 +22,8 @@ Observation = Literal[
     "activations", "gradients", "gates", "deletions", "routing", "routed_gradients", "routed_losses", "blocks"
 ]
 
-DENSE: frozenset[Kind] = frozenset(
-    {"channel", "hidden", "head", "stream"}
-)  # kinds whose units all samples use
+# Kinds whose units all samples use.
+DENSE: frozenset[Kind] = frozenset({"channel", "hidden", "head", "stream"})
 ROUTED: frozenset[Kind] = frozenset({"expert"})
 RESIDUAL: frozenset[Kind] = frozenset({"block"})
 

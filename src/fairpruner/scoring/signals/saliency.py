@@ -19,8 +19,7 @@ from fairpruner.scoring.signals.reconstruction import unit_flops
 
 @dataclass(frozen=True)
 class Saliency(Signal):
-    """The mean over batches of |gradient x weight|, summed over all weights of a unit, divided by the FLOPs
-    that one unit costs.
+    """The mean over batches of |gradient x weight|, summed over the weights of a unit, per FLOP of a unit.
 
     `taylor` sums the same products with their signs, so that large ones cancel. The division lets the rule
     `global` compare units of different sizes, as for `reconstruction`.
