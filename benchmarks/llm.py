@@ -29,7 +29,7 @@ import lzma
 import resource
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -162,7 +162,8 @@ class Fluctuation:
 class Setting:
     """A model, its calibration text, and scores of every unit by all signals, made once."""
 
-    def __init__(self, folder: Path, shared: Path, draw: int) -> None:
+    def __init__(self, folder: Path, shared: Path, draw: int, signals: Collection[str]) -> None:
+        self._signals = signals
         self.model: Any = pretrained(str(folder))
         self._tokenizer, self._shared = tokenizer_of(str(folder)), shared
         self.data = windows(self._tokenizer, text(shared, "train"), CALIBRATED, start=draw * 20_000)
@@ -197,7 +198,7 @@ class Setting:
             Fluctuation.squares[space.name] = squares.view(space.size, -1)
         fp.signals.removal_signal("magnitude")(magnitude)
         fp.signals.removal_signal("flap")(Fluctuation)
-        signals = ["activation", "saliency", "reconstruction", "magnitude", "flap", ElementTaylor()]
+        signals = [ElementTaylor() if name == "element_taylor" else name for name in self._signals]
         return fp.score(self.model, self.data, spaces=width, removal=signals, protection="taylor")
 
     @cached_property
@@ -214,15 +215,21 @@ class Setting:
 Way = Callable[[Setting, float], nn.Module]
 
 
-def signal(removal: str, rule: str, repair: str | None = None) -> Way:
+@dataclass(frozen=True)
+class BySignal:
     """Remove hidden units and groups of heads by a signal and a rule of this package."""
 
-    def way(setting: Setting, share: float) -> nn.Module:
-        plan = fp.allocate(setting.scores.using(removal=removal), keep=setting.budget(share), rule=rule)
-        small = fp.cut(setting.model, plan)
-        return small if repair is None else fp.repair(small, setting.model, plan, setting.data, method=repair)
+    removal: str
+    rule: str
+    repair: str | None = None
 
-    return way
+    def __call__(self, setting: Setting, share: float) -> nn.Module:
+        scores = setting.scores.using(removal=self.removal)
+        plan = fp.allocate(scores, keep=setting.budget(share), rule=self.rule)
+        small = fp.cut(setting.model, plan)
+        if self.repair is None:
+            return small
+        return fp.repair(small, setting.model, plan, setting.data, method=self.repair)
 
 
 def branches(by: str) -> Way:
@@ -292,17 +299,19 @@ def shortgpt(setting: Setting, share: float) -> nn.Module:
 
 
 WAYS: dict[str, Way] = {
-    "magnitude": signal("magnitude", "uniform"),
-    "Taylor, global (LLM-Pruner)": signal("element_taylor", "global"),
+    "magnitude": BySignal("magnitude", "uniform"),
+    "Taylor, global (LLM-Pruner)": BySignal("element_taylor", "global"),
     "FLAP": flap,
     "ShortGPT": shortgpt,
-    "fairpruner: activation, tod": signal("activation", "tod"),
-    "fairpruner: activation, tod + least_squares": signal("activation", "tod", "least_squares"),
-    "fairpruner: saliency, global": signal("saliency", "global"),
-    "fairpruner: saliency, global + least_squares": signal("saliency", "global", "least_squares"),
-    "fairpruner: reconstruction, global": signal("reconstruction", "global"),
-    "fairpruner: reconstruction, global + least_squares": signal("reconstruction", "global", "least_squares"),
-    "fairpruner: reconstruction, uniform + least_squares": signal(
+    "fairpruner: activation, tod": BySignal("activation", "tod"),
+    "fairpruner: activation, tod + least_squares": BySignal("activation", "tod", "least_squares"),
+    "fairpruner: saliency, global": BySignal("saliency", "global"),
+    "fairpruner: saliency, global + least_squares": BySignal("saliency", "global", "least_squares"),
+    "fairpruner: reconstruction, global": BySignal("reconstruction", "global"),
+    "fairpruner: reconstruction, global + least_squares": BySignal(
+        "reconstruction", "global", "least_squares"
+    ),
+    "fairpruner: reconstruction, uniform + least_squares": BySignal(
         "reconstruction", "uniform", "least_squares"
     ),
     "fairpruner: blocks by influence": branches("influence"),
@@ -315,7 +324,14 @@ def rows(folder: Path, shared: Path, wanted: Callable[[Row], bool]) -> Iterator[
 
     @cache
     def setting(draw: int) -> Setting:
-        return Setting(folder, shared, draw)
+        """The scores are those that the wanted rows need."""
+        needed = [
+            way
+            for name, way in WAYS.items()
+            if any(wanted({"share": share, "draw": draw, "way": name}) for share in SHARES)
+        ]
+        signals = [way.removal for way in needed if isinstance(way, BySignal)]
+        return Setting(folder, shared, draw, dict.fromkeys(signals + ["flap"] * (flap in needed)))
 
     for draw in range(DRAWS):
         for share in SHARES:
@@ -369,15 +385,16 @@ def main() -> None:
     parser.add_argument("--shared", type=Path, default=Path("../shared"))
     parser.add_argument("--share", type=float)
     parser.add_argument("--draw", type=int)
-    parser.add_argument("--way")
+    parser.add_argument("--way", action="append", help="only this row; may be given several times")
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
     found: list[Row] = pages.results(NAME) or []
     known = {(row["share"], row["draw"], row["way"]) for row in found}
 
     def wanted(row: Row) -> bool:
-        asked = {key: getattr(options, key) for key in ("share", "draw", "way")}
+        asked = {key: getattr(options, key) for key in ("share", "draw")}
         fits = all(value is None or row[key] == value for key, value in asked.items())
+        fits = fits and (options.way is None or row["way"] in options.way)
         return fits and (row["share"], row["draw"], row["way"]) not in known
 
     if not options.table:

@@ -188,6 +188,13 @@ def test_obstacles_are_named() -> None:
     assert spaces.left_out["1.other"] == "skipped by the caller"
 
 
+def test_a_latency_table_of_blocks_is_refused() -> None:
+    model, example, _ = built("pre-norm")
+    spaces = fp.discover(model, example, kinds=EVERY_KIND)
+    with pytest.raises(fp.FairprunerError, match=r"only\(kinds=\['hidden'\]\)"):
+        fp.latency_table(model, example, spaces, repeats=1)
+
+
 def test_plans_of_blocks_compose_and_survive_files(tmp_path: Path) -> None:
     model, example, _ = built("pre-norm")
     spaces = fp.discover(model, example, kinds=EVERY_KIND)

@@ -103,6 +103,12 @@ def _check(model: nn.Module, spaces: Spaces, batch_size: int, runtime: str, repe
     check_same_model(
         model, spaces.fingerprint, "The spaces belong", step="Discover this model, or give the original one."
     )
+    if any(space.kind == "block" for space in spaces):
+        kinds = sorted({space.kind for space in spaces} - {"block"})
+        raise FairprunerError(
+            "A latency table cannot predict the time of a removed residual block yet: give"
+            f" spaces.only(kinds={kinds}), or measure cut models with fp.measure."
+        )
     check_whole_number("batch_size", batch_size)
     check_whole_number("repeats", repeats)
 
@@ -121,7 +127,8 @@ def _trials(spaces: Spaces) -> tuple[list[Ints], Ints]:
     wanted += [(rng.uniform(0.25, 1.0, sizes.size), multiple) for multiple in RANDOM_TRIAL_MULTIPLES]
     columns = []
     for share, multiple in wanted:
-        step = np.where([space.kind in ("channel", "hidden") for space in spaces], multiple, groups)
+        wide = [space.kind in ("channel", "hidden", "stream") for space in spaces]
+        step = np.where(wide, multiple, groups)
         kept = np.ceil(np.maximum(np.round(share * sizes / step) * step, least) / groups) * groups
         columns.append(sizes - np.clip(kept.astype(np.int64), 1, sizes))
     return orders, np.stack(columns, axis=1)

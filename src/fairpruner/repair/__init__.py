@@ -26,6 +26,7 @@ from fairpruner.repair.job import Job, first_batch
 from fairpruner.repair.least_squares import predict
 from fairpruner.repair.merging import merge_experts
 from fairpruner.repair.notes import Note, Repaired
+from fairpruner.repair.renormalising import renormalise
 from fairpruner.repair.sequential import refit
 from fairpruner.repair.statistics import JUDGES, Statistics
 from fairpruner.repair.targets import Targets
@@ -40,6 +41,7 @@ METHODS: dict[str, Callable[[Job], list[Note]]] = {
     "sequential": refit,
     "merge": merge_experts,
     "experts": refit_experts,
+    "renormalise": renormalise,
     "batchnorm": reestimate,
     "tune": lambda job: tune(job.small, Targets(job.small, job.model, job.read), job.read),
 }
