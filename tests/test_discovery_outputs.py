@@ -132,3 +132,20 @@ def test_several_examples_show_every_branch() -> None:
     for example in (short, long):
         torch.testing.assert_close(small(example), full(example))
     assert plan.predicted["flops"] == fp.count_flops(small, short)  # costs are those of the first example
+
+
+class Noisy(nn.Module):
+    """Adds noise also in eval mode, in a module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.noise, self.two = nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.two(torch.nn.functional.dropout(self.noise(self.one(x)), 0.5, training=True))
+
+
+def test_a_model_that_is_random_in_eval_mode_says_where() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), Noisy())
+    with pytest.raises(fp.FairprunerError, match=r"random in eval mode \(bernoulli_ in 2\)"):
+        fp.discover(model, torch.randn(2, 3)[:, :3], kinds=["hidden"], skip=["0"])

@@ -16,7 +16,7 @@ from fairpruner.discovery.blocks import block_space
 from fairpruner.discovery.costing import cost_model, operation_terms
 from fairpruner.discovery.routed import aligned, expert_space
 from fairpruner.discovery.stream import as_scales, rms_norms, with_stream
-from fairpruner.discovery.trace import trace
+from fairpruner.discovery.trace import Trace, trace
 from fairpruner.discovery.verify import Check, verify
 from fairpruner.errors import FairprunerError
 from fairpruner.models.caching import cached_layers
@@ -92,7 +92,7 @@ def _discover(
         wrong = Check(model, examples, together).failure(together)
         sound = together if wrong is None else sound
         failed |= {} if wrong is None else {residual.name: wrong.reason}
-    left_out = {**chosen.left_out, **failed}
+    left_out = {**chosen.left_out, **{name: _explained(reason, seen) for name, reason in failed.items()}}
     if not sound:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in list(left_out.items())[:5])
         raise FairprunerError(
@@ -106,6 +106,13 @@ def _discover(
         costs=cost_model(seen, sound, model, cached_layers(model, examples[0])),
         examples=record(list(examples)),
     )
+
+
+def _explained(reason: str, seen: Trace) -> str:
+    """A reason with its likely cause, where the model draws random numbers also in eval mode."""
+    if not seen.random or "differ" not in reason:
+        return reason
+    return f"the model is random in eval mode ({', '.join(seen.random[:3])}), so a cut cannot be checked"
 
 
 def operation_costs(model: nn.Module, example: Any, spaces: Spaces) -> tuple[list[Factor], list[Term]]:

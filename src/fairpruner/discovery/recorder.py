@@ -37,6 +37,7 @@ class Recorder:
         self.algebra = Algebra(self.ids)
         self.size_attributes: list[SizeAttribute] = []
         self.running: list[nn.Module] = []  # modules whose forward has begun, outermost first
+        self.random: dict[str, None] = {}  # operations that drew random numbers, and where; in order
         self._experts = experts
         self._names = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
         self._parameters = {id(p) for p in model.parameters()}
@@ -120,6 +121,11 @@ class Recorder:
             if id(module) in self._modules and getattr(module, attribute, None) == value:
                 self.size_attributes.append(SizeAttribute(self._modules[id(module)], attribute, ids))
                 return
+
+    def drew(self, operation: str) -> None:
+        """Remember that an operation drew random numbers in the running module."""
+        path = next((self._modules[id(m)] for m in reversed(self.running) if id(m) in self._modules), "")
+        self.random[f"{operation} in {path or 'the model itself'}"] = None
 
     def finish_experts(self, model: nn.Module) -> dict[str, Axis]:
         """Give experts that no token chose what their twins have; returns the axis of each list."""

@@ -45,6 +45,7 @@ class Trace:
     costs: tuple[OperationCost, ...]
     size_attributes: tuple[SizeAttribute, ...]
     unmet: tuple[str, ...]  # parameters that no operation used
+    random: tuple[str, ...]  # operations that drew random numbers, and where
 
 
 class ShadowMode(TorchDispatchMode):
@@ -64,6 +65,8 @@ class ShadowMode(TorchDispatchMode):
                 return products(*args, **kwargs)
         out = func(*args, **kwargs)
         op = Operation(self._recorder, func, args, kwargs, out)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._recorder.drew(op.name)
         if op.name in ZEROS:
             self._recorder.blank(op.result)
         # An expert that no token chose works on tensors without elements.
@@ -109,6 +112,7 @@ def trace(model: nn.Module, examples: Sequence[Any], experts: Sequence[UnitSpace
         tuple(_shared_out(cost, lists, axes) for cost in costs),
         tuple(recorder.size_attributes),
         tuple(recorder.unmet(model)),
+        tuple(recorder.random),
     )
 
 
