@@ -395,7 +395,11 @@ TRANSFORMERS: dict[str, Family] = {
             "vision_end_token_id": 95,
         },
         _image_and_text(
-            lambda: torch.randn(16, 3 * 2 * 8 * 8), 4, 98, image_grid_thw=lambda: torch.tensor([[1, 4, 4]])
+            lambda: torch.randn(16, 3 * 2 * 8 * 8),
+            4,
+            98,
+            image_grid_thw=lambda: torch.tensor([[1, 4, 4]]),
+            mm_token_type_ids=lambda: torch.tensor([[1] * 4 + [0] * 6]),
         ),
     ),
     "smolvlm": family(

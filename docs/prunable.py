@@ -1,36 +1,20 @@
-"""Writes docs/prunable.md: what can be removed from the models that the tests verify, and what is left out.
+"""Writes docs/prunable.md from the rows that `python benchmarks/zoo.py` measured.
 
 python docs/prunable.py
 """
 
 from __future__ import annotations
 
-import sys
-import warnings
+import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-
-import torch
-from torch import nn
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
-
-import conftest  # noqa: E402, F401 (makes torchvision importable)
-import timm  # noqa: E402
-import torchvision.models  # noqa: E402
-from moe_zoo import FAMILIES, FURTHER, moe, plain_example, plain_moe, tokens  # noqa: E402
-from test_real_models import TORCHVISION  # noqa: E402
-from transformers_zoo import HUGGING_FACE, TIMM, hugging_face  # noqa: E402
-from zoo import SMALL  # noqa: E402
-
-import fairpruner as fp  # noqa: E402
-from fairpruner.models.calling import describe  # noqa: E402
-
 INTRODUCTION = """# What can be pruned
 
-The tests cut every model below. In float64, the cut model and the masked model give the same output to 1e-8 (with routed experts to 1e-6, because some of their routers compute in float32). Params and FLOPs equal the predicted ones exactly. The Hugging Face and timm models are small versions, built from their configurations. Full-size models have other widths, but the same parts can be removed. `python docs/prunable.py` writes this page.
+`python benchmarks/zoo.py` tries every model below, each in a process of its own: it finds what can be removed, removes 40 % of each space at random, and saves and loads what is left. `python docs/prunable.py` writes this page from its results. All weights are random. The models of Hugging Face, of diffusers and those with experts are small versions, built from their configurations; of timm the smallest model of every family is taken. Full-size models have other widths, but the same parts can be removed.
 
 - A *channel* is one output of a convolution, with everything that reads it.
 - A *hidden* unit is one neuron between two linear maps; in a gated MLP, the same unit of gate, up and down together.
@@ -39,70 +23,112 @@ The tests cut every model below. In float64, the cut model and the masked model 
 - A *block* is what one residual block adds to its stream. Blocks are looked for on request, see [language_models.md](language_models.md#residual-blocks), and are not in the tables.
 
 The embedding width of a transformer with LayerNorm cannot be pruned: its norms mix all channels, so they can only be removed together. With RMSNorm it can, on request: kind `stream`. A part that cannot be removed on the example input is left out with the reason, and is never cut wrongly. `spaces.left_out` has the reasons for your model.
+
+The columns:
+
+- *found*: units by kind, and in how many spaces.
+- *FLOPs kept*: the share of multiply-accumulates that is left when 40 % of each space goes.
+- *equal*: zeroing the removed units and cutting them give the same output in float64 with random weights (to 1e-8; to 1e-4 for a model that only runs in float32), and params and FLOPs are as predicted. FLOPs are those of the example: a detector does more work where it finds more boxes, so for it they are an estimate, and a difference is written out.
+- *saved*: a new process loads the cut model and computes the same.
+- *seconds*: of processor time for discovery, with its check, and how many forward passes over the same example take as long.
+- *left out*: how many names, besides those that reach the output.
 """
+TITLES = {
+    "topologies": "Topologies",
+    "torchvision": "torchvision, classification",
+    "torchvision-detection": "torchvision, detection",
+    "torchvision-segmentation": "torchvision, segmentation",
+    "torchvision-video": "torchvision, video",
+    "timm": "timm, the smallest model of each family",
+    "transformers": "Hugging Face transformers",
+    "experts": "Mixture of experts",
+    "diffusers": "diffusers",
+    "ultralytics": "Ultralytics",
+    "graphs": "PyTorch Geometric",
+}
+HEAD = ("model", "example", "found", "FLOPs kept", "equal", "saved", "seconds", "left out")
 
 
-def models() -> Iterator[tuple[str, str, nn.Module, object]]:
-    """(family, name, model, example) of everything the tests verify."""
-    for name, (build, shape) in SMALL.items():
-        yield "Topologies", name, build(), torch.randn(shape)
-    for name, (size, *_) in TORCHVISION.items():
-        options = {"init_weights": False} if name in ("googlenet", "inception_v3") else {}
-        yield "torchvision", name, getattr(torchvision.models, name)(**options), torch.randn(1, 3, size, size)
-    for name, (options, size) in TIMM.items():
-        yield "timm", name, timm.create_model(name, **options), torch.randn(1, 3, size, size)
-    for name, (*_, example) in HUGGING_FACE.items():
-        yield "Hugging Face", name, hugging_face(name).double(), example()
-    for name in (*FAMILIES, *FURTHER):
-        yield "Mixture of experts", name, moe(name), tokens()
-    yield "Mixture of experts", "a block of one's own with an nn.ModuleList", plain_moe(), plain_example()
+def page(rows: dict[str, Any], names: dict[str, str]) -> str:
+    """The whole page; `names` are timm's families and the model that stands for each."""
+    lines = [INTRODUCTION, *_summary(rows)]
+    for group, title in TITLES.items():
+        mine = {
+            path.partition("/")[2]: row for path, row in sorted(rows.items()) if path.startswith(f"{group}/")
+        }
+        if mine:
+            lines += ["", f"## {title}", "", _line(HEAD), _line(["---"] * len(HEAD))]
+            lines += [
+                _line(_cells(names.get(name, name) if group == "timm" else name, row))
+                for name, row in mine.items()
+            ]
+    return "\n".join(lines) + "\n"
 
 
-def row(name: str, model: nn.Module, example: object) -> str:
-    """One line of a table: units by kind, and the reasons of what was left out."""
-    try:
-        spaces = fp.discover(model, example)
-    except fp.FairprunerError as error:
-        return f"| {name} | {describe(example)} | nothing | {str(error).split(': ', 1)[1].split(';')[0]} |"
-    found = Counter(s.kind for s in spaces)
-    units = Counter({kind: sum(s.size for s in spaces if s.kind == kind) for kind in found})
-    kinds = ", ".join(f"{units[k]} {k}{'s' if k != 'hidden' else ' units'} in {found[k]}" for k in found)
-    reasons = Counter(
-        reason.split(" where the output")[0]
-        for reason in spaces.left_out.values()
-        if reason != "reaches the model's output"
+def _summary(rows: dict[str, Any]) -> Iterator[str]:
+    cut = [row for row in rows.values() if "kept" in row]
+    timm = [row for path, row in rows.items() if path.startswith("timm/")]
+    enough = sum(row.get("kept", {"flops": 1})["flops"] <= 0.7 for row in timm)
+    slow = sum(
+        row["discovery_s"] > max(5, 40 * row["forward_s"]) for row in rows.values() if "discovery_s" in row
     )
-    return (
-        f"| {name} | {describe(example)} | {kinds} |"
-        f" {'; '.join(f'{n}x {_short(r)}' for r, n in _merged(reasons).items()) or '–'} |"
+    yield (
+        f"{len(rows)} models: {len(cut)} are cut, {sum(row['equal'] for row in cut)} of them equal and"
+        f" {sum(row['saved'] for row in cut)} saved; in {sum('nothing' in row for row in rows.values())} there is"
+        f" nothing to prune, and {sum('crash' in row for row in rows.values())} stop with an error. Of"
+        f" {len(timm)} families of timm, {enough} lose at least 30 % of their FLOPs. Discovery takes longer than"
+        f" both 5 seconds and 40 forward passes for {slow} models."
     )
 
 
-def _short(reason: str) -> str:
-    return reason.split(": ")[0] if reason.startswith("a cut model cannot run") else reason
+def _cells(name: str, row: dict[str, Any]) -> list[str]:
+    if "crash" in row:
+        return [name, "", f"stops with {row['crash']}", "", "", "", "", ""]
+    seconds = f"{row['discovery_s']:.1f} ({row['discovery_s'] / row['forward_s']:.0f} passes)"
+    if "nothing" in row:
+        return [name, row["input"], "nothing", "100 %", "", "", seconds, row["nothing"].split(": ", 1)[1]]
+    found = ", ".join(
+        f"{units} {_plural(kind)} in {spaces}" for kind, (spaces, units) in row["found"].items()
+    )
+    return [
+        name,
+        row["input"],
+        found,
+        f"{row['kept']['flops']:.0%}",
+        "yes" if row["equal"] else _unequal(row),
+        "yes" if row["saved"] else row.get("load_error", "another output"),
+        seconds,
+        "; ".join(f"{count}x {reason}" for reason, count in _merged(row["left_out"]).items()) or "–",
+    ]
 
 
-def _merged(reasons: Counter[str]) -> Counter[str]:
+def _merged(reasons: dict[str, int]) -> Counter[str]:
+    """Reasons without the messages of torch, so that equal ones are counted together."""
     total: Counter[str] = Counter()
     for reason, count in reasons.items():
-        total[_short(reason)] += count
+        total[reason.split(": ")[0]] += count
     return total
 
 
+def _unequal(row: dict[str, Any]) -> str:
+    if row["predicted"] != row["counted"]:
+        return f"FLOPs {row['counted'][1] / row['predicted'][1]:.4f} of the predicted"
+    return f"differs by {row['difference']:.1g}"
+
+
+def _plural(kind: str) -> str:
+    return "hidden units" if kind == "hidden" else f"{kind}s"
+
+
+def _line(cells: Any) -> str:
+    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
+
+
 def main() -> None:
-    warnings.simplefilter("ignore")
-    torch.manual_seed(0)
-    lines, family = [INTRODUCTION], ""
-    for group, name, model, example in models():
-        if group != family:
-            family = group
-            lines.append(
-                f"\n## {group}\n\n| model | example | what can be removed | left out, besides what reaches"
-                " the output |\n|---|---|---|---|"
-            )
-        lines.append(row(name, model.eval(), example))
-        print(lines[-1])
-    (ROOT / "docs" / "prunable.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    results = ROOT / "benchmarks" / "results"
+    rows = json.loads((results / "zoo.json").read_text(encoding="utf-8"))["rows"]
+    names = json.loads((results / "zoo_timm.json").read_text(encoding="utf-8"))
+    (ROOT / "docs" / "prunable.md").write_text(page(rows, names), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -107,6 +107,20 @@ class ByChannels(nn.Module):
         return self.proj((v @ (q.mT @ k).softmax(-1).mT).view(B, C, H, W))
 
 
+class BiasForEachHead(nn.Module):
+    """A parameter [heads, width of one] meets queries before anything shows which of them are one head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.bias = 4, nn.Parameter(torch.randn(4, 4))
+        self.q, self.k, self.v, self.out = (nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (self.num_heads, -1)) for f in (self.q, self.k, self.v))
+        q, k, v = ((q + self.bias).transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        return self.out(((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
 def around(block: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Linear(6, 16), block, nn.LayerNorm(16), nn.Linear(16, 3))
 
@@ -116,7 +130,14 @@ TOKENS = torch.randn(2, 5, 6, dtype=torch.float64)
 
 @pytest.mark.parametrize(
     "block",
-    [ByH(("h", "d")), ByNh(("nh", "dh")), ByHeadNum(("head_num", "size_per_head")), Grouped(), ByWidth()],
+    [
+        ByH(("h", "d")),
+        ByNh(("nh", "dh")),
+        ByHeadNum(("head_num", "size_per_head")),
+        Grouped(),
+        ByWidth(),
+        BiasForEachHead(),
+    ],
     ids=lambda block: type(block).__name__,
 )
 def test_heads_are_found_whatever_their_number_is_called(block: nn.Module) -> None:

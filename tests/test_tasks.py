@@ -331,3 +331,63 @@ def test_the_loss_of_a_detector_is_the_sum_of_its_losses_with_norms_frozen() -> 
         + (last.weight * last.weight.grad).sum(0)
     )
     np.testing.assert_allclose(scores.protection["box.0"], (by_hand / 2).abs().detach().numpy(), rtol=1e-4)
+
+
+class UltralyticsDetector(nn.Module):
+    """Called as the models of Ultralytics are: with images it predicts, with a dict it returns sums of losses
+    over the images, and the same without gradients.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+        self.head = nn.Conv2d(8, 5, 1)
+
+    def forward(self, x: Any) -> Any:
+        if not isinstance(x, dict):
+            return self.head(self.body(x)).mean((2, 3))
+        predicted = self.head(self.body(x["img"])).mean((2, 3))[x["batch_idx"].long()]  # a row for each box
+        losses = torch.stack(
+            [F.l1_loss(predicted[:, :4], x["bboxes"]), predicted[:, 4].sub(x["cls"][:, 0]).square().mean()]
+        )
+        return losses * len(x["img"]), losses.detach()
+
+
+def ultralytics_batch() -> dict[str, Any]:
+    return {
+        "img": torch.randint(0, 256, (3, 3, 8, 8), dtype=torch.uint8),
+        "batch_idx": torch.tensor([0.0, 0.0, 2.0, 2.0]),  # the second image has no box
+        "cls": torch.tensor([[0.0], [1.0], [2.0], [1.0]]),
+        "bboxes": torch.rand(4, 4),
+        "im_file": ["a.jpg", "b.jpg", "c.jpg"],
+    }
+
+
+def test_a_detector_of_ultralytics_is_scored_by_its_own_losses() -> None:
+    model, item = UltralyticsDetector().eval(), ultralytics_batch()
+    (batch,) = read_batches([item], CPU, model)
+    assert batch.size == 3
+    assert [len(boxes["cls"]) for boxes in batch.labels] == [2, 0, 2]
+    torch.testing.assert_close(batch.inputs, item["img"] / 255)
+    scores = fp.score(model, [item, item], removal="activation", protection="taylor")
+    assert scores.settings["task"] == "detection"
+    losses, _ = model({**item, "img": item["img"] / 255})
+    (losses.sum() / 3).backward()
+    conv, norm = model.body[0], model.body[1]
+    by_hand = (
+        (conv.weight * conv.weight.grad).sum((1, 2, 3))
+        + (model.head.weight * model.head.weight.grad).sum((0, 2, 3))
+        + sum(p * p.grad for p in (conv.bias, norm.weight, norm.bias))
+    )
+    np.testing.assert_allclose(scores.protection["body.0"], by_hand.abs().detach().numpy(), rtol=1e-4)
+
+
+def test_batches_of_datasets_and_of_webdataset_are_read() -> None:
+    datasets = pytest.importorskip("datasets")
+    model, x, y = mlp(), inputs(), torch.arange(12) % 3
+    expected = fp.score(model, [(x, y)])
+    columns = {"x": x.tolist(), "label": y.tolist(), "name": ["a"] * 12}
+    table = datasets.Dataset.from_dict(columns).with_format("torch", dtype=torch.float64)
+    rows = [{**batch, "label": batch["label"].long()} for batch in table.iter(12)]
+    same(fp.score(model, rows), expected)
+    same(fp.score(model, [[x, y]]), expected)  # webdataset's batches are lists

@@ -24,6 +24,9 @@ TRIALS = 8  # choices of attributes that are tried before heads are left out
 SIZES = ("dim", "size", "width", "channels")  # words in the name of an attribute that is no number of heads
 
 
+Place = tuple[str, str, bool]
+
+
 @dataclass(frozen=True)
 class Candidate:
     """An attribute that may count heads or their width, and whether the first guess says so."""
@@ -41,7 +44,7 @@ def other_choices(space: UnitSpace, model: nn.Module) -> Iterator[UnitSpace]:
     """The space with other attributes than the first guess, the nearest choices first; each also with code
     that takes the width of the heads from the width of its input.
     """
-    places = list(dict.fromkeys(_place(candidate.count) for candidate in _free(space, model)))
+    places = list(dict.fromkeys(_place(space, candidate.count) for candidate in _free(space, model)))
     flips = [set(f) for changes in range(len(places) + 1) for f in combinations(places, changes)]
     for flipped in flips[:TRIALS]:
         chosen = _with(space, model, flipped)
@@ -53,19 +56,21 @@ def other_choices(space: UnitSpace, model: nn.Module) -> Iterator[UnitSpace]:
 
 def chosen_alike(chosen: UnitSpace, space: UnitSpace, model: nn.Module) -> UnitSpace:
     """The space with the attributes that were chosen for a space at a corresponding place."""
-    places = {_place(count) for count in chosen.counts}
-    flipped = {_place(c.count) for c in _free(space, model) if c.guessed != (_place(c.count) in places)}
+    places = {_place(chosen, count) for count in chosen.counts}
+    flipped = {
+        _place(space, c.count) for c in _free(space, model) if c.guessed != (_place(space, c.count) in places)
+    }
     alike = _with(space, model, flipped)
     narrow = tuple(c for c in _narrowed(space) if c.attribute in {count.attribute for count in chosen.counts})
     return replace(alike, counts=(*alike.counts, *narrow))
 
 
-def _with(space: UnitSpace, model: nn.Module, flipped: Collection[tuple[str, str]]) -> UnitSpace:
+def _with(space: UnitSpace, model: nn.Module, flipped: Collection[Place]) -> UnitSpace:
     """The space with the first guess changed at some places."""
     free = _free(space, model)
     fixed = tuple(count for count in space.counts if not any(_same(count, c.count) for c in free))
     return replace(
-        space, counts=fixed + tuple(c.count for c in free if c.guessed != (_place(c.count) in flipped))
+        space, counts=fixed + tuple(c.count for c in free if c.guessed != (_place(space, c.count) in flipped))
     )
 
 
@@ -76,10 +81,16 @@ def _free(space: UnitSpace, model: nn.Module) -> list[Candidate]:
     return [c for c in found if not any(_same(c.count, count) for count in traced)]
 
 
-def _place(count: Count) -> tuple[str, str]:
-    """Where a count stands in its block: the last name of its module, unless that is a number."""
+def _place(space: UnitSpace, count: Count) -> Place:
+    """Where a count stands in its block: the last name of its module, unless that is a number, and whether
+    units are written there.
+    """
     name = count.module.rpartition(".")[2]
-    return ("" if name.isdigit() else name), count.attribute
+    return ("" if name.isdigit() else name), count.attribute, _writes(space, count.module)
+
+
+def _writes(space: UnitSpace, path: str) -> bool:
+    return any(f"{part.tensor}.".startswith(f"{path}.") for part in space.slices_of("write"))
 
 
 def _same(a: Count, b: Count) -> bool:
@@ -106,7 +117,8 @@ def _candidates(space: UnitSpace, model: nn.Module) -> list[Candidate]:
             elif (owner := _shares(space.size, value)) is not None and (
                 space.kind == "head" or value == space.size
             ):
-                guessed = not a_size and ("head" in name or value == space.size)
+                counts_heads = "head" in name or value == space.size
+                guessed = counts_heads and not a_size and _writes(space, path)
                 found.append(Candidate(Count(path, attribute, owner), guessed))
     return found
 

@@ -50,6 +50,8 @@ class Algebra:
 
     def __init__(self, ids: Ids) -> None:
         self.ids = ids
+        # Maps of weights beside maps of activations that they had nothing in common with when they met.
+        self._apart: list[tuple[list[IdMap], IdMap, str]] = []
 
     def roots(self, idmap: IdMap) -> Ints:
         """Representatives of a map, in its squashed shape; NONE stays NONE."""
@@ -146,11 +148,23 @@ class Algebra:
             )
             own = [idmap for idmap in maps if np.isin(self.roots(idmap), active[active != NONE]).any()]
             own = [idmap for idmap in own if any(extent(idmap))] or own
-            for idmap in maps:
-                if not any(idmap is kept for kept in own) and not self.ids.all_of_buffers(as_ids(idmap)):
-                    self.ids.lock(as_ids(idmap), f"shared by all units that it meets in {what}")
+            self._apart += [(own, idmap, what) for idmap in maps if not any(idmap is kept for kept in own)]
             maps = own
         return Shadow(tuple(maps))
+
+    def settle_rest(self) -> None:
+        """Unite weights with activations whose units turned out to be larger after they met, as a bias for
+        each head with heads; the others belong to no unit.
+        """
+        apart = self._apart
+        while joined := [(own, b) for own, b, _ in apart if any(self._related(a, b, True) for a in own)]:
+            for own, idmap in joined:
+                for related in (a for a in own if self._related(a, idmap, True)):
+                    self._unite(related, idmap)
+            apart = [entry for entry in apart if not any(entry[1] is idmap for _, idmap in joined)]
+        for _, idmap, what in apart:
+            if not self.ids.all_of_buffers(as_ids(idmap)):
+                self.ids.lock(as_ids(idmap), f"shared by all units that it meets in {what}")
 
     def lock(self, shadow: Shadow, reason: str) -> None:
         for idmap in shadow.maps:

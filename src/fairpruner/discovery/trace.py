@@ -107,6 +107,7 @@ def trace(model: nn.Module, examples: Sequence[Any], experts: Sequence[UnitSpace
         costs = mode.costs if position == 0 else costs
     axes = recorder.finish_experts(model)
     tie_recurrent(recorder, model)
+    recorder.algebra.settle_rest()
     return Trace(
         recorder.ids.partition(),
         tuple(_shared_out(cost, lists, axes) for cost in costs),

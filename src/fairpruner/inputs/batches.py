@@ -15,6 +15,7 @@ from fairpruner.errors import FairprunerError
 from fairpruner.inputs.tokens import IGNORED, own_labels, targets_of
 from fairpruner.models.calling import call, describe, tensors_of
 
+BOXES = ("img", "batch_idx", "cls", "bboxes")  # the keys of a batch of Ultralytics
 LABEL_KEYS = ("labels", "label", "y", "target", "targets")
 FORMS = "(input, label), (input, input, label), a dict, or inputs without labels"
 
@@ -51,8 +52,10 @@ class Batch:
         """A batch of the samples with these indices, [n]."""
         size = self.size
         if isinstance(self.labels, list):
-            images = [self.inputs[0][i] for i in chosen.tolist()]
-            return Batch([images], [self.labels[i] for i in chosen.tolist()], self.position)
+            labels = [self.labels[i] for i in chosen.tolist()]
+            if isinstance(self.inputs, Tensor):  # images of one size
+                return Batch(self.inputs[chosen.to(self.inputs.device)], labels, self.position)
+            return Batch([[self.inputs[0][i] for i in chosen.tolist()]], labels, self.position)
 
         def taken(tensor: Tensor) -> Tensor:
             return tensor[chosen.to(tensor.device)] if tensor.ndim and tensor.shape[0] == size else tensor
@@ -97,10 +100,10 @@ def read_batches(
 ) -> Iterator[Batch]:
     """Every batch of `data`, moved to `device`.
 
-    A batch is (input, label), (input, input, label), a dict with the label under one of LABEL_KEYS, or one of
-    them without the label. The signature of the model's forward decides which values are inputs. numpy arrays
-    become tensors. In a dict of tokens without labels, the labels are the tokens, each predicted from those
-    before it.
+    A batch is (input, label), (input, input, label), a dict with the label under one of LABEL_KEYS, a dict of
+    Ultralytics with images and boxes, or one of them without the label. The signature of the model's forward
+    decides which values are inputs. numpy arrays become tensors. In a dict of tokens without labels, the
+    labels are the tokens, each predicted from those before it.
     """
     arguments = _Arguments.of(model)
     for position, item in enumerate(_reading(data)):
@@ -156,6 +159,8 @@ def _divided(item: Any, arguments: _Arguments, position: int) -> tuple[Any, Any]
 
 
 def _divided_dict(item: Mapping[Any, Any], arguments: _Arguments) -> tuple[Any, Any]:
+    if all(key in item for key in BOXES):
+        return _images_and_boxes(item, arguments.dtype)
     key = next((key for key in LABEL_KEYS if key in item), None)
     # Texts, paths and other columns that are no numbers are not for the model.
     inputs = {k: v for k, v in item.items() if k != key and _holds_numbers(v)}
@@ -163,6 +168,24 @@ def _divided_dict(item: Mapping[Any, Any], arguments: _Arguments) -> tuple[Any, 
     if arguments.names is not None and len(inputs) == 1 and not arguments.names & set(inputs):
         return next(iter(inputs.values())), labels  # {"image": x, "label": y} for forward(x)
     return inputs, labels
+
+
+def _images_and_boxes(item: Mapping[Any, Any], dtype: torch.dtype) -> tuple[Tensor, list[dict[str, Any]]]:
+    """The images [N, 3, H, W] of a batch of Ultralytics, and for each image the rows of its boxes."""
+    images: Tensor = item["img"]
+    images = images.to(dtype) / 255 if images.dtype is torch.uint8 else images
+    index = item["batch_idx"].flatten()
+    rows = {k: v for k, v in item.items() if isinstance(v, Tensor) and k not in ("img", "batch_idx")}
+    rows = {k: v for k, v in rows.items() if v.ndim and len(v) == len(index)}
+    return images, [{k: v[index == n] for k, v in rows.items()} for n in range(len(images))]
+
+
+def joined_boxes(batch: Batch) -> dict[str, Any]:
+    """The images and boxes of a batch as the dict that a model of Ultralytics computes its losses from."""
+    counts = torch.tensor([len(boxes["cls"]) for boxes in batch.labels])
+    rows = {key: torch.cat([boxes[key] for boxes in batch.labels]) for key in batch.labels[0]}
+    index = torch.repeat_interleave(torch.arange(len(counts)), counts).float()
+    return {"img": batch.inputs, "batch_idx": index.to(batch.inputs.device), **rows}
 
 
 def _are_images(images: Any, labels: Any) -> bool:

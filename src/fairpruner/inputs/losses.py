@@ -205,12 +205,16 @@ def _language(output: Any, batch: Batch) -> Tensor:
 
 
 def _detection(output: Any, batch: Batch) -> Tensor:
-    """The sum of a detector's losses, as its training mode returns them."""
+    """The sum of a detector's losses, as its training mode returns them: torchvision's a dict of means,
+    those of Ultralytics a vector of sums over the images, and the same without gradients.
+    """
+    if isinstance(output, (tuple, list)) and output and isinstance(output[0], Tensor) and output[0].ndim < 2:
+        return widened(output[0]).sum() / batch.size
     losses = list(output.values()) if isinstance(output, Mapping) else []
     if not losses or not all(isinstance(value, Tensor) and value.ndim == 0 for value in losses):
         raise FairprunerError(
-            f"The model returned {describe(output)}, expected a dict of losses for images and boxes, as the"
-            " detectors of torchvision return in training mode. Pass loss= for other outputs."
+            f"The model returned {describe(output)}, expected the losses for images and boxes that the"
+            " detectors of torchvision and Ultralytics return in training mode. Pass loss= for other outputs."
         )
     return torch.stack([widened(value) for value in losses]).sum()
 

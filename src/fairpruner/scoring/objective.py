@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fairpruner.errors import FairprunerError, unknown
-from fairpruner.inputs.batches import Batch, forward
+from fairpruner.inputs.batches import Batch, forward, joined_boxes
 from fairpruner.inputs.losses import TASKS, Loss, Task, default_loss, logits_of, mean_loss, task_of
 from fairpruner.models.calling import describe, tensors_of
 from fairpruner.models.precision import widened
@@ -100,6 +100,8 @@ class Objective:
         if not self._runs_on_boxes:
             return forward(model, batch)
         torch.manual_seed(self.seed + batch.position)  # detectors sample their proposals at random
+        if isinstance(batch.inputs, Tensor):  # Ultralytics: a dict in, its losses out
+            return forward(model, replace(batch, inputs=[joined_boxes(batch)]))
         return forward(model, replace(batch, inputs=[*batch.inputs, batch.labels]))
 
     def mean(self, output: Any, batch: Batch) -> Tensor:
