@@ -76,8 +76,11 @@ class _PretendedWidth(TorchFunctionMode):
         sizes: list[Any] = list(shape)
         if len(shape) == 1 and not isinstance(shape[0], int):  # given as one tuple
             sizes = list(shape[0])
-        if -1 not in sizes and math.prod(sizes) != tensor.numel():
-            sizes = [self._true if size == self._pretended else size for size in sizes]
+        pretended = [position for position, size in enumerate(sizes) if size == self._pretended]
+        if pretended and -1 not in sizes and math.prod(sizes) != tensor.numel():
+            # Other sizes may be equal by chance: the width stands where it stood in the input.
+            wanted = self._dim % len(sizes)
+            sizes[min(pretended, key=lambda position: abs(position - wanted))] = self._true
         return sizes
 
 
