@@ -6,7 +6,7 @@
 
 *methods*: ResNet-56 with its real weights, 2,000 images, half of the FLOPs kept by `reconstruction` and
 `global`, inner channels; top-1 is of all test images. *depth*: CIFAR ResNets of 20, 56 and 110 layers with
-random weights, 500 images, every second inner channel removed, `sequential`. A language model loses a fifth
+random weights, 2,000 images, every second inner channel removed, `sequential`. A language model loses a fifth
 of its hidden units (smallest mean activation, the same share everywhere) and is repaired on 4,096 random
 tokens. Peak memory is what the process held at most during the repair, above what it held before (Linux).
 One thread.
@@ -28,7 +28,7 @@ from torch import nn
 
 import fairpruner as fp
 
-IMAGES, FEW, TOKENS, LENGTH = 2000, 500, 4096, 512
+IMAGES, TOKENS, LENGTH = 2000, 4096, 512
 METHODS = ("mean", "least_squares", "least_squares+batchnorm", "sequential", "sequential+tune")
 DEPTHS = (20, 56, 110)
 Row = dict[str, Any]
@@ -91,7 +91,7 @@ def by_method(shared: Path, done: Callable[[Row], bool]) -> Iterator[Row]:
 
 def by_depth(shared: Path, done: Callable[[Row], bool]) -> Iterator[Row]:
     """The cost of `sequential` on nets of three depths."""
-    data = some(cifar10("train10k", shared), FEW)
+    data = some(cifar10("train10k", shared), IMAGES)
     for depth in DEPTHS:
         row: Row = {"part": "depth", "model": f"ResNet-{depth}", "method": "sequential"}
         if done(row):

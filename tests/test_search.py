@@ -248,7 +248,7 @@ def test_tuning_brings_unseen_samples_nearer_and_leaves_no_trace(digits: Any) ->
     tuned = copy.deepcopy(small)
     tuned.head.weight.requires_grad_(False)
     read = lambda: read_batches(data, CPU)  # noqa: E731
-    tune(tuned, Targets(tuned, model, read), read, epochs=4)
+    tune(tuned, Targets(tuned, model, plan, read), read, epochs=4)
     judge = Judge(model, unseen, task="classification")
     assert judge.distance(tuned) < 0.8 * judge.distance(small)
     by_name = fp.repair(small, model, plan, data, method="tune")
@@ -266,7 +266,7 @@ def test_tuning_leaves_out_modules_that_moved_up_in_their_list() -> None:
     plan = fp.Plan.removing(spaces, {spaces[0].name: (0,)})
     small = fp.cut(model, plan)
     inside = next(f"{part.tensor}." for part in spaces[0].slices if part.tensor.endswith("experts"))
-    blocks, same = (Targets(net, model, lambda: iter(())).blocks for net in (small, model))
+    blocks, same = (Targets(net, model, plan, lambda: iter(())).blocks for net in (small, model))
     assert any(name.startswith(inside) for name in same)
     assert not any(name.startswith(inside) for name in blocks)
 
@@ -274,15 +274,16 @@ def test_tuning_leaves_out_modules_that_moved_up_in_their_list() -> None:
 def test_tuning_skips_narrow_numbers_and_cleans_up_after_a_failure(digits: Any) -> None:
     model, data, _ = digits
     read, nothing = (lambda: read_batches(data, CPU)), (lambda: iter(()))
-    (note,) = tune(copy.deepcopy(model).bfloat16(), Targets(model, model, nothing), read)
+    plan = fp.Plan.removing(fp.discover(model, data[0][0][:1]), {})
+    (note,) = tune(copy.deepcopy(model).bfloat16(), Targets(model, model, plan, nothing), read)
     assert note.outcome == "skipped"
     assert "bfloat16" in note.reason
     small = copy.deepcopy(model)
     wrong = lambda: read_batches([(torch.rand(4, 3), torch.arange(4))], CPU)  # noqa: E731
     with pytest.raises(fp.FairprunerError, match="does not fit the model"):
-        tune(small, Targets(small, model, nothing), wrong)
+        tune(small, Targets(small, model, plan, nothing), wrong)
     with pytest.raises(fp.FairprunerError, match="does not fit the model"):
-        Targets(small, model, wrong)
+        Targets(small, model, plan, wrong)
     assert not any(module._forward_hooks for net in (model, small) for module in net.modules())
 
 
@@ -293,8 +294,9 @@ def test_targets_are_what_the_original_gives_held_or_not(
     model, data, _ = digits
     monkeypatch.setattr(targets, "MOST_HELD", room)
     spaces = fp.discover(model, data[0][0][:1])
-    small = fp.cut(model, fp.Plan.removing(spaces, {"blocks.0.one": (1, 2), "blocks.2.one": (0,)}))
-    found = Targets(small, model, lambda: read_batches(data[:3], CPU))
+    plan = fp.Plan.removing(spaces, {"stem": (2, 5), "blocks.0.one": (1, 2), "blocks.2.one": (0,)})
+    kept = [unit for unit in range(8) if unit not in (2, 5)]  # of the stream
+    found = Targets(fp.cut(model, plan), model, plan, lambda: read_batches(data[:3], CPU))
     assert (found.held == 1) == (room == 2**30)
     chosen = torch.tensor([70, 3, 66])
     shuffled = list(read_batches([data[1], data[0]], CPU))  # held for other samples at these places
@@ -302,8 +304,8 @@ def test_targets_are_what_the_original_gives_held_or_not(
         for batch in (*read_batches(data[:3], CPU), *shuffled):
             given = found.of(batch, chosen)
             stem = model.stem(batch.inputs[chosen])
-            torch.testing.assert_close(given["blocks.0"][0], model.blocks[0](stem))
-            torch.testing.assert_close(given["blocks"][0], model.blocks(stem))
+            torch.testing.assert_close(given["blocks.0"][0], model.blocks[0](stem)[:, kept])
+            torch.testing.assert_close(given["blocks"][0], model.blocks(stem)[:, kept])
             torch.testing.assert_close(given[""][0], model(batch.inputs[chosen]))
 
 

@@ -43,7 +43,7 @@ METHODS: dict[str, Callable[[Job], list[Note]]] = {
     "experts": refit_experts,
     "renormalise": renormalise,
     "batchnorm": reestimate,
-    "tune": lambda job: tune(job.small, Targets(job.small, job.model, job.read), job.read),
+    "tune": lambda job: tune(job.small, Targets(job.small, job.model, job.plan, job.read), job.read),
 }
 
 COMPARED = 512  # predictions on which the loss is compared

@@ -1,36 +1,42 @@
 """What the blocks of the original give on each sample: the targets of gradient steps, computed once.
 
-A block is a module made of others: a residual block, an attention layer, the model itself. Targets are held
-as far as there is room, so that the original need not run in every epoch.
+A block is a module made of others: a residual block, an attention layer, the model itself. Where a block's
+output lost units itself, as a residual stream does, the target is the original's output without them.
+Targets are held as far as there is room, so that the original need not run in every epoch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from fairpruner.core.plan import Plan
 from fairpruner.inputs.batches import Batch, forward
 from fairpruner.models.calling import tensors_of
+from fairpruner.repair.tensors import kept_by_dim
 
 SAMPLES = 64  # that the models run on together, at most
 MOST_HELD = 2**30  # bytes
 
 Outputs = dict[str, list[Tensor | None]]  # block -> its tensors, call by call; None for one that is no target
+_Narrowed = tuple[int, Tensor] | None  # along which dim an output keeps which indices; None: it keeps all
 _Mark = tuple[tuple[tuple[int, ...], float], ...]
 
 
 class Targets:
-    """The tensors of all blocks that have the same shape in a cut model and in the original."""
+    """The tensors of all blocks that a cut model and the original have in common."""
 
-    def __init__(self, small: nn.Module, model: nn.Module, read: Callable[[], Iterator[Batch]]) -> None:
+    def __init__(
+        self, small: nn.Module, model: nn.Module, plan: Plan, read: Callable[[], Iterator[Batch]]
+    ) -> None:
         """`read` reads the data once more; what it gives is compared, so that it may come in any order."""
         self.blocks = _blocks(small, model)
-        self._model = model
+        self._model, self._kept = model, kept_by_dim(plan)
+        self._narrowed: dict[tuple[str, int], _Narrowed] | None = None  # by block and number; None: not known
         self._held: dict[int, tuple[_Mark, Outputs]] = {}
         self._room, held, total = MOST_HELD, 0, 0
         for batch in read():
@@ -45,18 +51,18 @@ class Targets:
         """The targets of these samples, [n], of a batch."""
         mark, outputs = self._held.get(batch.position, ((), {}))
         if mark != _mark(batch):
-            return self._run(self._model, batch.some(chosen))
+            return self._wanted(batch.some(chosen))
         rows = {id(t): t[chosen.to(t.device)] for t in _distinct(outputs)}
         return {name: [rows.get(id(t)) for t in tensors] for name, tensors in outputs.items()}
 
     def _whole(self, batch: Batch, small: nn.Module) -> Outputs | None:
         """The targets of a whole batch, if each belongs to a sample and there is room."""
         parts: list[Outputs] = []
+        if self._narrowed is None:
+            few = batch.rows(0, SAMPLES)
+            self._narrowed = self._compared(self._run(small, few), self._run(self._model, few))
         for chosen in torch.arange(batch.size).split(SAMPLES) if self._room else ():
-            part = batch.some(chosen)
-            outputs = self._run(self._model, part)
-            given = parts[0] if parts else self._run(small, part)
-            outputs = _only_targets(outputs, given, same_size=not parts)
+            outputs = self._wanted(batch.some(chosen))
             of_samples = all(t.ndim and len(t) == len(chosen) for t in _distinct(outputs))
             if not of_samples or _bytes(outputs) * batch.size // len(chosen) > self._room:
                 self._room = 0  # the batches to come are not different
@@ -67,6 +73,64 @@ class Targets:
         whole = _joined(parts)
         self._room -= _bytes(whole)
         return whole
+
+    def _wanted(self, batch: Batch) -> Outputs:
+        """The original's outputs on a batch, without the units that the cut model lost."""
+        outputs = self._run(self._model, batch)
+        if self._narrowed is None:
+            return outputs
+        done: dict[int, Tensor] = {}
+
+        def narrowed(tensor: Tensor, how: _Narrowed) -> Tensor:
+            if how is None:
+                return tensor
+            if id(tensor) not in done:
+                done[id(tensor)] = tensor.index_select(how[0], how[1].to(tensor.device))
+            return done[id(tensor)]
+
+        known = self._narrowed
+        return {
+            name: [
+                narrowed(t, known[name, n]) if t is not None and (name, n) in known else None
+                for n, t in enumerate(tensors)
+            ]
+            for name, tensors in outputs.items()
+        }
+
+    def _compared(self, given: Outputs, wanted: Outputs) -> dict[tuple[str, int], _Narrowed]:
+        """How each of the original's outputs becomes one that the cut model gives; absent where none does."""
+        found: dict[tuple[str, int], _Narrowed] = {}
+        for name, tensors in wanted.items():
+            for n, (mine, theirs) in enumerate(zip(given.get(name, []), tensors, strict=False)):
+                if mine is None or theirs is None or mine.ndim != theirs.ndim:
+                    continue
+                differing = [d for d in range(mine.ndim) if mine.shape[d] != theirs.shape[d]]
+                if not differing:
+                    found[name, n] = None
+                elif (
+                    len(differing) == 1 and (kept := self._units(name, mine, theirs, *differing)) is not None
+                ):
+                    found[name, n] = differing[0], kept
+        return found
+
+    def _units(self, block: str, mine: Tensor, theirs: Tensor, dim: int) -> Tensor | None:
+        """The indices along a dim of the original's output that the cut model has.
+
+        They are those that are left in what a weight inside the block gives. Of several such sets, the one
+        that brings the two outputs nearest is taken.
+        """
+        inside = f"{block}." if block else ""
+        sets = {
+            tuple(kept.tolist())
+            for (tensor, written), kept in self._kept.items()
+            if written == 0 and tensor.startswith(inside) and len(kept) == mine.shape[dim]
+        }
+        fitting = [torch.tensor(kept) for kept in sorted(sets) if max(kept) < theirs.shape[dim]]
+
+        def error(kept: Tensor) -> float:
+            return float((theirs.index_select(dim, kept.to(theirs.device)) - mine).square().sum())
+
+        return min(fitting, key=error, default=None)
 
     def _run(self, model: nn.Module, batch: Batch) -> Outputs:
         with torch.no_grad(), BlockOutputs(model, self.blocks) as outputs:
@@ -81,25 +145,6 @@ def _distinct(outputs: Outputs) -> list[Tensor]:
 
 def _bytes(outputs: Outputs) -> int:
     return sum(t.nbytes for t in _distinct(outputs))
-
-
-def _only_targets(outputs: Outputs, given: Outputs, *, same_size: bool) -> Outputs:
-    """The original's outputs without those that the cut model does not give in the same shape.
-
-    `given` are outputs of the cut model on the same samples, or targets of others if not of `same_size`.
-    """
-
-    def fits(theirs: Tensor, mine: Tensor | None) -> bool:
-        first = 0 if same_size else 1
-        return mine is not None and mine.ndim == theirs.ndim and mine.shape[first:] == theirs.shape[first:]
-
-    return {
-        name: [
-            theirs if theirs is not None and fits(theirs, mine) else None
-            for theirs, mine in zip_longest(tensors, given.get(name, [])[: len(tensors)])
-        ]
-        for name, tensors in outputs.items()
-    }
 
 
 def _joined(parts: Sequence[Outputs]) -> Outputs:

@@ -1,8 +1,7 @@
 """Gradient steps on the calibration samples that bring a cut model's activations nearer to the original's.
 
-No labels are used: the target is what the original computes on the same samples. Where a block of both
-models gives tensors of the same shape, the squared error between them is a term of the loss, as a share of
-the original's power.
+No labels are used: the target is what the original computes on the same samples. For every block the squared
+error between the outputs of both models is a term of the loss, as a share of the original's power.
 Matching the activations of all blocks overfits a few thousand samples far less than matching logits.
 """
 
