@@ -1,7 +1,7 @@
 """Cut, repair and judge candidates within an effort, and keep the one nearest to the original.
 
-Candidates are screened by a cheap repair first. The best of them are repaired on all samples that do not
-judge, and the winner is then tuned by gradient steps with the effort that is left.
+Candidates are screened by a cheap repair first, and the best of them by a repair on few samples. What is then
+best is repaired on all samples that do not judge, and tuned by gradient steps with the effort that is left.
 """
 
 from __future__ import annotations
@@ -34,9 +34,11 @@ from fairpruner.terminal import announce
 
 EFFORT = 60  # forward passes of the original over the calibration data
 PREPARING = 5  # passes that discovery and the scores took: forward, backward and the signals
-FINALISTS = 3  # at most
-NEAR = 1.5  # times the least distance: those farther away are not worth a whole repair
+SEMIFINALISTS, FEW = 6, SHARES // 4  # candidates, at most, and the shares of the samples they are repaired on
+FINALISTS = 2  # at most
+NEAR = 1.1  # times the least distance: those farther away are not worth a whole repair
 PASSES = {"sequential": 5}  # that a repair costs; one for any other method
+SOLVING = 1  # of these passes, whatever the number of samples
 JUDGING = 1 - FITTING  # passes: the cut model runs over the other samples; the original did so once
 MOST_EPOCHS = 60  # of tuning; more changed nothing
 LEAST_TUNING = 5  # passes below which it does not begin
@@ -59,11 +61,13 @@ class Search:
         kinds = {space.kind for space in plan.spaces if plan.removed[space.name]}
         return (*(["sequential"] if kinds - {"expert"} else []), *(["experts"] if "expert" in kinds else []))
 
-    def passes(self, plan: Plan) -> float:
-        """Forward passes that repairing a cut on all samples but the judging ones, and judging it, costs."""
+    def passes(self, plan: Plan, shares: int = SHARES) -> float:
+        """Forward passes that it costs to repair a cut on these shares of the samples, and to judge it."""
         blocks = sum(space.kind == "expert" and bool(plan.removed[space.name]) for space in plan.spaces)
         costs = {**PASSES, "experts": 2 + blocks, "merge": 2 + blocks}  # they sweep once for each block
-        return FITTING * sum(costs.get(method, 1) for method in self.methods(plan)) + JUDGING
+        whole = sum(costs.get(method, 1) for method in self.methods(plan))
+        fixed = min(SOLVING, whole)
+        return FITTING * (fixed + (whole - fixed) * shares / SHARES) + JUDGING
 
     def epoch(self, plan: Plan, held: float) -> float:
         """Forward passes that an epoch of tuning costs: three times the cut model's, and the original's where
@@ -126,53 +130,52 @@ class _Bench:
         return best
 
     def screened(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """The candidates that are worth a whole repair, the best first, for at most a third of what is left
-        each to screen and to repair them.
+        """The candidates that are worth a whole repair, the best first; each step may take a third of the
+        passes that are left.
         """
-        if len(candidates) == 1:
-            return list(candidates)
         if self.search.repair is None and can_screen(candidates):
-            tried, distances = self._from_sums(candidates, self.left / 3)
+            candidates = self._from_sums(candidates, self.left / 3)[:SEMIFINALISTS]
+            shares = [FEW]
         else:
-            tried, distances = self._on_few_samples(candidates, self.left / 3)
-        order = sorted(range(len(tried)), key=distances.__getitem__)  # of equals the more promising
-        near = [tried[n] for n in order if distances[n] <= NEAR * distances[order[0]]]
-        cost = max(self.search.passes(candidate.plan) for candidate in near)
-        return near[: max(1, min(FINALISTS, int(self.left / 2 / cost)))]
+            shares = [SHARES // 2, SHARES // 4, SHARES // 8]
+        ranked = self._on_few_samples(candidates, shares, self.left / 3)
+        cost = self.search.passes(ranked[0][0].plan)
+        near = [candidate for candidate, distance in ranked if distance <= NEAR * ranked[0][1]]
+        return near[: max(1, min(FINALISTS, int(self.left / 3 / cost)))]
 
-    def _from_sums(
-        self, candidates: Sequence[Candidate], passes: float
-    ) -> tuple[Sequence[Candidate], list[float]]:
-        """As many candidates as these passes allow, and their distances after a repair from sums."""
+    def _from_sums(self, candidates: Sequence[Candidate], passes: float) -> Sequence[Candidate]:
+        """As many candidates as these passes allow, the best after a repair from sums first."""
         tried = candidates[: max(1, int((passes - GATHERING) / EACH))]
         if len(tried) == 1:
-            return tried, [0.0]
+            return tried
         self._say("sums of the original")
         screen = Screen(self.model, tried[0].plan.spaces, self.fitting)
         self.spent += GATHERING
-        distances = []
+        distances = {}
         for candidate in tried:
             self._say(f"{candidate.name}, repaired from sums")
             small = screen.repaired(candidate.plan)
             self.spent += EACH
-            distances.append(self._judge(_Repaired(candidate, small, screen.method), self.fitting))
-        return tried, distances
+            distances[candidate.name] = self._judge(_Repaired(candidate, small, screen.method), self.fitting)
+        return sorted(tried, key=lambda candidate: distances[candidate.name])  # of equals the more promising
 
     def _on_few_samples(
-        self, candidates: Sequence[Candidate], passes: float
-    ) -> tuple[Sequence[Candidate], list[float]]:
-        """As many candidates as these passes allow, and their distances after a repair on few samples."""
-        cost = max(self.search.passes(candidate.plan) for candidate in candidates)
+        self, candidates: Sequence[Candidate], shares: Sequence[int], passes: float
+    ) -> list[tuple[Candidate, float]]:
+        """As many candidates as these passes allow, and their distances, the least first, after a repair on
+        the first of these shares of the samples that is affordable for all.
+        """
+        if len(candidates) == 1:
+            return [(candidates[0], 0.0)]
 
-        def affordable(shares: int) -> int:
-            return int(passes / ((cost - JUDGING) * shares / SHARES + JUDGING))
+        def affordable(few: int) -> int:
+            return int(passes / max(self.search.passes(candidate.plan, few) for candidate in candidates))
 
-        enough = (s for s in (SHARES // 2, SHARES // 4, SHARES // 8) if affordable(s) >= len(candidates))
-        shares = next(enough, 1)
-        tried = candidates[: max(1, affordable(shares))]
+        few = next((few for few in shares if affordable(few) >= len(candidates)), shares[-1])
+        tried = candidates[: max(1, affordable(few))]
         if len(tried) == 1:
-            return tried, [0.0]
-        return tried, [self.repair(candidate, shares) for candidate in tried]
+            return [(tried[0], 0.0)]
+        return sorted(((c, self.repair(c, few)) for c in tried), key=lambda pair: pair[1])
 
     def repair(self, candidate: Candidate, shares: int) -> float:
         """Repair a candidate's cut on so many shares of the samples: its distance."""
@@ -181,7 +184,7 @@ class _Bench:
         small, part = cut(self.model, plan), self.fitting if shares == SHARES else self.fitting.share(shares)
         if methods:
             small = repair(small, self.model, plan, part, method=methods, loss=self.search.loss)
-        self.spent += (self.search.passes(plan) - JUDGING) * shares / SHARES + JUDGING
+        self.spent += self.search.passes(plan, shares)
         return self._judge(_Repaired(candidate, small, "+".join(methods) or "none"), part)
 
     def tune_best(self) -> None:
