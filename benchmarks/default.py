@@ -34,7 +34,7 @@ from cifar_models import cifar10, resnet, some, top1
 from torch import Tensor, nn
 
 import fairpruner as fp
-from fairpruner.search.judging import Judge
+from fairpruner.pipeline.search.judging import Judge
 
 RESULTS = Path(__file__).parent / "results" / "default.json"
 CALIBRATION, DRAWS, BUDGETS = 2000, 5, (0.5, 0.3, 0.7)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fairpruner as fp
-from fairpruner.search import make_candidates, useful_removals
+from fairpruner.pipeline.search import make_candidates, useful_removals
 
 EPOCHS, CALIBRATION = 8, 2000
 Row = dict[str, Any]

@@ -18,13 +18,13 @@ from torch.utils.data import DataLoader, TensorDataset
 import fairpruner as fp
 from fairpruner.demo import Digits, train
 from fairpruner.inputs.batches import read_batches
+from fairpruner.pipeline.search import Search, make_candidates, useful_removals
+from fairpruner.pipeline.search.candidates import is_stream
+from fairpruner.pipeline.search.judging import Judge
+from fairpruner.pipeline.search.samples import split
 from fairpruner.repair import targets
 from fairpruner.repair.targets import Targets
 from fairpruner.repair.tuning import tune
-from fairpruner.search import Search, make_candidates, useful_removals
-from fairpruner.search.candidates import is_stream
-from fairpruner.search.judging import Judge
-from fairpruner.search.samples import split
 
 CPU = torch.device("cpu")
 

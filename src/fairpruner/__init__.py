@@ -2,7 +2,9 @@
 
 from importlib.metadata import version
 
-from fairpruner import starting  # noqa: F401  # before all that takes seconds to import
+from fairpruner.terminal import interrupts  # noqa: F401  # first: the imports below take seconds
+
+# isort: split
 from fairpruner.allocation import allocate, shuffled, sweep
 from fairpruner.allocation.composition import compose
 from fairpruner.allocation.diagnostics import diagnose

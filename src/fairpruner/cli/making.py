@@ -39,9 +39,9 @@ from fairpruner.files.streaming import stream
 from fairpruner.inputs.augmentation import AUGMENTATIONS, Augmented
 from fairpruner.inputs.hugging_face import is_source, place_of
 from fairpruner.pipeline import PRESETS
+from fairpruner.pipeline.search import EFFORT
 from fairpruner.recovery.recipe import OPTIMIZERS, SCHEDULES
 from fairpruner.repair import METHODS, Note
-from fairpruner.search import EFFORT
 
 # The kinds of the demo's files.
 KINDS = {DATA: marks.DATA, WEIGHTS: marks.WEIGHTS, SCORES: "scores", PRUNED: MODEL_FOLDER}

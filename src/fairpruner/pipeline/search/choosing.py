@@ -22,13 +22,13 @@ from fairpruner.inputs.batches import Batch, read_batches
 from fairpruner.inputs.losses import Loss, Task
 from fairpruner.models.calling import evaluating
 from fairpruner.models.devices import device_of_model
+from fairpruner.pipeline.search.candidates import Candidate
+from fairpruner.pipeline.search.judging import Judge
+from fairpruner.pipeline.search.samples import SHARES, SampleSet, split
+from fairpruner.pipeline.search.screening import EACH, FITTING, GATHERING, Screen, can_screen
 from fairpruner.repair import repair
 from fairpruner.repair.targets import Targets
 from fairpruner.repair.tuning import narrow_types, tune
-from fairpruner.search.candidates import Candidate
-from fairpruner.search.judging import Judge
-from fairpruner.search.samples import SHARES, SampleSet, split
-from fairpruner.search.screening import EACH, FITTING, GATHERING, Screen, can_screen
 from fairpruner.surgery import cut
 from fairpruner.terminal import announce
 

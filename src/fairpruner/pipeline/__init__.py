@@ -23,12 +23,12 @@ from fairpruner.inputs.datasets import example_of
 from fairpruner.inputs.workers import naming_dead_workers
 from fairpruner.models.calling import evaluating
 from fairpruner.models.devices import device_of_model
+from fairpruner.pipeline.search import EFFORT, RULES, Search, choose, make_candidates, useful_removals
 from fairpruner.recovery import recover
 from fairpruner.repair import METHODS
 from fairpruner.repair import repair as mend
 from fairpruner.scoring.objective import Objective
 from fairpruner.scoring.score import score
-from fairpruner.search import EFFORT, RULES, Search, choose, make_candidates, useful_removals
 from fairpruner.surgery import cut
 
 Options = Mapping[str, Mapping[str, Any]]  # stage -> its keyword arguments

@@ -13,11 +13,11 @@ from fairpruner.inputs.batches import read_batches
 from fairpruner.models.calling import in_eval_mode
 from fairpruner.models.devices import device_of_model
 from fairpruner.models.torch_private import AnyBatchNorm
+from fairpruner.pipeline.search.candidates import Candidate
+from fairpruner.pipeline.search.samples import JUDGED, SHARES, SampleSet
 from fairpruner.repair import Statistics
 from fairpruner.repair.batchnorm import reestimate
 from fairpruner.repair.job import Job
-from fairpruner.search.candidates import Candidate
-from fairpruner.search.samples import JUDGED, SHARES, SampleSet
 from fairpruner.surgery import cut
 
 NORMED = 2  # shares of the samples from which running statistics are estimated again

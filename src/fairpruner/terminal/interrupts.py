@@ -1,6 +1,6 @@
 """Ctrl-C and SIGTERM: one sentence instead of a traceback, also while the command still imports torch.
 
-`fairpruner/__init__.py` imports this module before all others.
+`fairpruner/__init__.py` imports this module first.
 """
 
 from __future__ import annotations
