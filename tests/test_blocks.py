@@ -269,3 +269,42 @@ def test_blocks_and_units_share_one_budget() -> None:
         assert fp.count_params(repaired) == plan.predicted["params"]
         report = fp.report(scores, plan)
         assert sum(row.params[1] for row in report.spaces) == pytest.approx(plan.predicted["params"])
+
+
+class Linears(nn.Module):
+    """A residual block without any nonlinearity."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 7), nn.Linear(7, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(self.up(x))
+        return x + out
+
+
+@pytest.mark.parametrize("gone", [[1], [1, 2], [0], [3]])
+def test_sequential_lets_the_block_before_a_removed_one_take_over(gone: list[int]) -> None:
+    """All blocks are linear, so that one of them can do what several did."""
+    model = nn.Sequential(nn.Linear(4, 4), *(Linears() for _ in range(4)), nn.Linear(4, 3)).double()
+    data = [(inputs := torch.randn(64, 4).double(), model(inputs).detach()) for _ in range(2)]
+    plan = fp.Plan.removing(fp.discover(model, data[0][0], kinds=["block"]), {"blocks": gone})
+    small = fp.cut(model, plan)
+    repaired = fp.repair_with_notes(small, model, plan, data, method="sequential", loss=F.mse_loss)
+    torch.testing.assert_close(repaired.model(inputs), model(inputs), rtol=1e-6, atol=1e-6)
+    if gone[0]:  # the weight before the first removed block is fitted to the stream behind the last
+        assert f"{gone[0]}.down.weight" in [n.subject for n in repaired.notes if n.outcome == "repaired"]
+
+
+@pytest.mark.parametrize("name", ["pre-norm", "resnet", "convnext"])
+def test_sequential_repairs_plans_with_blocks(name: str) -> None:
+    model, example, blocks = built(name)
+    inputs = torch.randn(128, *example.shape[1:]).double()
+    data = [(inputs, model(inputs).detach())]
+    spaces = fp.discover(model, example, kinds=EVERY_KIND)
+    plan = fp.Plan.removing(spaces, {"blocks": [blocks // 2]})
+    small = fp.cut(model, plan)
+    repaired = fp.repair(small, model, plan, data, method="sequential", loss=F.mse_loss)
+    unseen = torch.randn(128, *example.shape[1:]).double()
+    before, after = (F.mse_loss(one(unseen), model(unseen)) for one in (small, repaired))
+    assert after < 0.7 * before

@@ -96,6 +96,17 @@ def test_scores_plans_and_repairs_of_a_stream() -> None:
     assert fp.count_params(repaired) == plan.predicted["params"]
 
 
+def test_sequential_repairs_a_narrower_stream() -> None:
+    model = network()
+    data = [(inputs := torch.randn(128, 3).double(), model(inputs).detach()) for _ in range(2)]
+    plan = fp.Plan.removing(fp.discover(model, inputs, kinds=["stream"]), {"stream": (1, 2, 6)})
+    small = fp.cut(model, plan)
+    repaired = fp.repair(small, model, plan, data, loss=F.mse_loss, method="sequential")
+    unseen = torch.randn(128, 3).double()
+    before, after = (F.mse_loss(one(unseen), model(unseen)) for one in (small, repaired))
+    assert after < 0.5 * before
+
+
 def test_a_layer_norm_is_named_as_the_obstacle() -> None:
     model = nn.Sequential(nn.Linear(3, 8), nn.LayerNorm(8), nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 2))
     spaces = fp.discover(model, torch.randn(2, 3), kinds=["stream", "hidden"])

@@ -13,7 +13,7 @@ So C and the sums of the channels serve every plan.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -97,8 +97,13 @@ class _Sums:
     pairs: Tensor  # products of all pairs of channels, [G, c, c]
     channels: Tensor  # [G, c]
 
-    def __add__(self, other: _Sums) -> _Sums:
-        return _Sums(self.rows + other.rows, self.pairs + other.pairs, self.channels + other.channels)
+    def __iadd__(self, other: _Sums) -> _Sums:
+        """Add to the sums where they are: wide ones take as long to copy as to compute."""
+        if not (self.rows and other.rows):
+            return self if self.rows else other
+        self.pairs.add_(other.pairs)
+        self.channels.add_(other.channels)
+        return replace(self, rows=self.rows + other.rows)
 
 
 class Moments:
@@ -106,16 +111,19 @@ class Moments:
 
     def __init__(self, consumer: Consumer, product: Product) -> None:
         self.consumer, self.product = consumer, product.without_input()
-        self._halves: tuple[_Sums, _Sums] | None = None
+        self._halves: list[_Sums] | None = None
 
     def add(self, product: Product, batch: Batch) -> None:
         """Add one batch's input."""
         source = product.source
         rows = product.split(source, product.counted(source, batch), batch)
         values = widened(product.outputs(source, rows))  # [rows, C]
-        new = self._sums(values[: rows.fitted]), self._sums(values[rows.fitted :])
-        old = self._halves
-        self._halves = new if old is None else (old[0] + new[0], old[1] + new[1])
+        new = [self._sums(values[: rows.fitted]), self._sums(values[rows.fitted :])]
+        if self._halves is None:
+            self._halves = new
+        else:
+            for half, sums in enumerate(new):
+                self._halves[half] += sums
 
     def _sums(self, values: Tensor) -> _Sums:
         if self.consumer.columns is not None:
@@ -123,6 +131,10 @@ class Moments:
             channels = values[:, columns].transpose(1, 2).flatten(0, 1)[None]  # [1, rows F, J]
         else:
             channels = values.unflatten(1, (self.product.groups, -1)).transpose(0, 1)  # [G, rows, c]
+        if not channels.shape[1]:  # a batch of one sample leaves a half without rows: nothing is allocated
+            groups, _, size = channels.shape
+            zero = torch.zeros((), dtype=torch.float64)
+            return _Sums(0, zero.expand(groups, size, size), zero.expand(groups, size))
         return _Sums(channels.shape[1], float64(channels.mT @ channels), float64(channels.sum(1)))
 
     def equations(self, matrix: Tensor, keep: Tensor) -> Halves:

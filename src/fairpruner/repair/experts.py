@@ -98,7 +98,10 @@ def _refit_part(block: str, matrices: _LastMatrices, part: SolvedTogether, calls
     for call in calls:
         features, missing = matrices.features(call, part)
         new = Halves(*(features.equations(rows, missing) for rows in (call.fitted, call.judging)))
-        halves = new if halves is None else halves + new
+        if halves is None:
+            halves = new
+        else:
+            halves += new
     assert halves is not None  # the data was seen to hold samples
     found = judged_fit(halves, with_offset=False)
     if found.fit is not None:

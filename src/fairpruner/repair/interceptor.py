@@ -25,7 +25,7 @@ class Interceptor(TorchFunctionMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.names = {id(t): name for name, t in chain(model.named_buffers(), model.named_parameters())}
-        self._additions = 0
+        self.additions = 0  # so far
 
     def product(self, product: Product) -> Tensor:
         """The output of a product."""
@@ -49,8 +49,8 @@ class Interceptor(TorchFunctionMode):
         if product is not None:
             return self.product(product)
         if is_addition(function, args, kwargs):
-            operands, self._additions = list(args), self._additions + 1
-            self.addition(self._additions - 1, operands, function is torch.Tensor.add_)
+            operands, self.additions = list(args), self.additions + 1
+            self.addition(self.additions - 1, operands, function is torch.Tensor.add_)
             args = operands
         if function is F.batch_norm and len(args) > 1 and id(args[1]) in self.names:
             self.norm(args[0], args[1])

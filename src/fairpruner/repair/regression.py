@@ -70,6 +70,10 @@ class NormalEquations:
     def of(features: Tensor, targets: Tensor) -> NormalEquations:
         """From features [G, rows, p] and targets [G, rows, q]."""
         features, targets = widened(features), widened(targets)
+        if not features.shape[1]:  # a batch of one sample leaves a half without rows: nothing is allocated
+            groups, p, q = len(features), features.shape[2], targets.shape[2]
+            shapes = (groups, p, p), (groups, p, q), (groups, q), (groups, p), (groups, q)
+            return NormalEquations(0, *(torch.zeros((), dtype=torch.float64).expand(s) for s in shapes))
         return NormalEquations(
             features.shape[1],
             gram=float64(_gram(features)),
@@ -80,6 +84,8 @@ class NormalEquations:
         )
 
     def __add__(self, other: NormalEquations) -> NormalEquations:
+        if not (self.rows and other.rows):
+            return self if self.rows else other
         return NormalEquations(
             self.rows + other.rows,
             self.gram + other.gram,
@@ -88,6 +94,18 @@ class NormalEquations:
             self.features + other.features,
             self.targets + other.targets,
         )
+
+    def __iadd__(self, other: NormalEquations) -> NormalEquations:
+        """Add to the sums where they are: wide ones take as long to copy as to compute."""
+        if not (self.rows and other.rows):
+            return self if self.rows else other
+        for own, new in zip(self._sums, other._sums, strict=True):
+            own += new
+        return replace(self, rows=self.rows + other.rows)
+
+    @property
+    def _sums(self) -> tuple[Tensor, ...]:
+        return self.gram, self.cross, self.square, self.features, self.targets
 
     @property
     def finite(self) -> bool:
@@ -175,8 +193,11 @@ class Halves:
             NormalEquations.of(features[:, fitted:], targets[:, fitted:]),
         )
 
-    def __add__(self, other: Halves) -> Halves:
-        return Halves(self.fitted + other.fitted, self.judging + other.judging)
+    def __iadd__(self, other: Halves) -> Halves:
+        fitted, judging = self.fitted, self.judging
+        fitted += other.fitted
+        judging += other.judging
+        return Halves(fitted, judging)
 
     @property
     def obstacle(self) -> str:

@@ -16,18 +16,22 @@ change d of y with
 Both operands of the addition are seen, (s ∘ y + t) and r. The scale s is the slope of the one over y. A
 channel with s = 0 cannot change z and asks for nothing. Example: y = 2, s = 3, t = 1 and r = 4 give z = 11.
 If the original has z* = 14, then d = (14 - 7 - 4) / 3 = 1, and indeed 3 · (2 + 1) + 1 + 4 = 14.
+
+**Removed blocks.** The weight that adds to a stream before a removed residual block is fitted to the
+original's stream behind that block: it takes over what the block added, as far as its features show.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
 from torch import Tensor, nn
 
 from fairpruner.inputs.batches import Batch, forward
+from fairpruner.inputs.tokens import real_tokens
 from fairpruner.models.experts import expert_lists
 from fairpruner.models.precision import widened
 from fairpruner.repair.interceptor import Interceptor
@@ -39,8 +43,10 @@ from fairpruner.repair.tensors import Kept, kept_by_dim, tensors_by_name
 from fairpruner.repair.weight_uses import WeightUse, channel_scale, find_weight_uses
 
 POSITIONS = 32  # rows taken of each sample: neighbouring positions add little
-MOST_NUMBERS = 2**26  # in the sums of one half of the samples that are held at once
-TOO_LARGE = f"its sums hold more than {MOST_NUMBERS} numbers"
+TOKENS = 512  # the same for texts, whose neighbouring tokens differ
+MOST_NUMBERS = 2**27  # in the sums of one half of the samples that are held at once, or one weight's
+MOST_OF_ONE = 2**28  # in the sums of a single weight
+TOO_LARGE = f"its sums hold more than {MOST_OF_ONE} numbers"
 FEWER_ROWS = "it is applied to every unit of a space by itself, and some of them were removed"
 
 
@@ -49,29 +55,71 @@ def refit(job: Job) -> list[Note]:
     # Which experts of a list are called, and so what is added where, differs between the two models.
     if lists := expert_lists(job.model):
         return [Note(path, "skipped", ROUTED) for path in lists]
-    plan = job.plan
-    # The sums of the two models are matched by their number, and a removed block takes some with it.
-    if any(space.kind in ("block", "stream") and plan.removed[space.name] for space in plan.spaces):
-        reason = "the plan removes blocks, or channels of the stream: 'least_squares' can repair the rest"
-        return [Note("sequential", "skipped", reason)]
-    uses = find_weight_uses(job.model, next(job.read()))
+    plan, batch = job.plan, next(job.read())
+    uses = find_weight_uses(job.model, batch)
+    gone = {
+        part.tensor
+        for space in plan.spaces
+        for part in (space.slices if space.kind == "block" else ())
+        if part.owner[0] in plan.removed[space.name]
+    } & set(uses)
+    # A removed block takes additions with it, so that the cut model numbers them anew.
+    places = _Places.of(uses, find_weight_uses(job.small, batch) if gone else uses, gone)
     lost = {part.tensor for s in plan.spaces if plan.removed[s.name] for part in s.slices_of("read")}
+    lost &= set(tensors_by_name(job.small))
     notes = [Note(name, "skipped", UNSEEN) for name in sorted(lost - set(uses))]
     order = list(uses)
-    start = min((order.index(name) for name in lost & set(uses)), default=len(order))
-    obstacles = {name: _obstacle(uses[name]) for name in order[start:]}
+    start = min((order.index(name) for name in (lost | gone | places.moved) & set(uses)), default=len(order))
+    order = [name for name in order[start:] if name in places.cut]
+    obstacles = {name: _obstacle(uses[name]) for name in order}
     notes += [Note(name, "skipped", reason) for name, reason in obstacles.items() if reason]
-    waiting = {name: uses[name] for name, reason in obstacles.items() if not reason}
+    waiting = {name for name, reason in obstacles.items() if not reason}
     while waiting:
-        group = _refit_group(job, waiting)
+        group = _refit_group(job, places.only(waiting))
         if not group:  # the data takes another way through the model than its first samples
-            return notes + [Note(name, "skipped", UNSEEN) for name in waiting]
+            return notes + [Note(name, "skipped", UNSEEN) for name in order if name in waiting]
         notes += [
             Note(name, "skipped", one.obstacle) if one.found is None else Note.of(name, one.found)
             for name, one in group.items()
         ]
-        waiting = {name: use for name, use in waiting.items() if name not in group}
+        waiting -= set(group)
     return notes
+
+
+@dataclass(frozen=True, eq=False)
+class _Places:
+    """Where the outputs of the weights that are left arrive, in the original and in the cut model."""
+
+    original: Mapping[str, WeightUse]
+    cut: Mapping[str, WeightUse]
+    moved: frozenset[str]  # those that take over what removed blocks added
+
+    @staticmethod
+    def of(original: Mapping[str, WeightUse], cut: Mapping[str, WeightUse], gone: set[str]) -> _Places:
+        """From the uses in both models; `gone` are the weights of removed blocks."""
+        behind = {
+            use.addition.follows: use.addition
+            for name, use in original.items()
+            if name in gone and use.addition is not None
+        }  # number of an addition -> that of the removed block behind it
+        wanted, found, moved = {}, {}, set()
+        for name in original.keys() & cut.keys():
+            theirs, ours = original[name].addition, cut[name].addition
+            if theirs is None or ours is None:
+                theirs = ours = None
+            while theirs is not None and theirs.number in behind:
+                theirs = behind[theirs.number]
+                moved.add(name)
+            wanted[name] = replace(original[name], addition=theirs)
+            found[name] = replace(cut[name], addition=ours)
+        return _Places(wanted, found, frozenset(moved))
+
+    def only(self, names: set[str]) -> _Places:
+        """Those of some weights."""
+        original, cut = (
+            {name: use for name, use in uses.items() if name in names} for uses in (self.original, self.cut)
+        )
+        return _Places(original, cut, self.moved & names)
 
 
 def _obstacle(use: WeightUse) -> str:
@@ -81,16 +129,16 @@ def _obstacle(use: WeightUse) -> str:
     return f"it is called {use.calls} times, and a refit fits one place" if use.calls > 1 else ""
 
 
-def _refit_group(job: Job, uses: Mapping[str, WeightUse]) -> dict[str, _Refit]:
+def _refit_group(job: Job, places: _Places) -> dict[str, _Refit]:
     """Refit the first of these weights in one sweep, as many as there is room for."""
     group, kept = _Group(), kept_by_dim(job.plan)
     for count, (batch, last) in enumerate(_with_last(job.read()), start=1):
-        original = _OriginalPass(job.model, uses, kept, batch)
+        original = _OriginalPass(job.model, places.original, kept, batch)
         with original:
             forward(job.model, batch)
         # Solving after 1, 2, 4, … batches is often enough: from one batch to the next a fit changes little.
         solve = _Solve.LAST if last else _Solve.NOW if count & (count - 1) == 0 else _Solve.LATER
-        with _CutPass(job.small, uses, original.targets, group, solve):
+        with _CutPass(job.small, places.cut, original.targets, group, solve):
             forward(job.small, batch)
         group.complete = True
     return group.refits
@@ -153,8 +201,11 @@ class _OriginalPass(Interceptor):
         return rows
 
     def _chosen(self, rows: Tensor) -> Tensor:
-        """POSITIONS rows of each sample on average: one at random of each of as many equal stretches."""
-        wanted = min(len(rows), self._batch.size * POSITIONS)
+        """POSITIONS rows of each sample on average, or TOKENS: one at random of each of as many equal
+        stretches.
+        """
+        each = POSITIONS if real_tokens(self._batch.inputs) is None else TOKENS
+        wanted = min(len(rows), self._batch.size * each)
         random = torch.rand(wanted, generator=self._generator, dtype=torch.float64)
         places = (torch.arange(wanted) + random) * (len(rows) / max(wanted, 1))
         return rows[places.long().clamp_max(len(rows) - 1)]
@@ -185,7 +236,7 @@ class _Refit:
         self.found: JudgedFit | None = None
         groups, features, outputs = self._before.slope.shape
         self.numbers = groups * features * max(features, outputs)  # in its sums
-        self.obstacle = TOO_LARGE if self.numbers > MOST_NUMBERS else ""
+        self.obstacle = TOO_LARGE if self.numbers > MOST_OF_ONE else ""
 
     def before(self, features: Tensor) -> Tensor:
         """What the weight as it was gives for features [G, rows, p]: [rows, outputs]."""
@@ -205,7 +256,10 @@ class _Refit:
         """Add rows: features [G, rows, p], and what the weight as it was misses, [rows, outputs]."""
         by_group = missing.unflatten(1, (len(features), -1)).transpose(0, 1)  # [G, rows, q]
         new = Halves.of(features, by_group, fitted)
-        self._halves = new if self._halves is None else self._halves + new
+        if self._halves is None:
+            self._halves = new
+        else:
+            self._halves += new
 
     def solve(self, last: bool) -> None:
         """Put the best weight so far into the model; only the first and the last time try all dampings."""
@@ -248,7 +302,7 @@ class _Group:
                 new.obstacle = FEWER_ROWS
             if new.obstacle:  # no sweep refits it: it is only named
                 self.refits[product.name] = new
-            elif new.numbers > self._room:
+            elif new.numbers > self._room and self._room < MOST_NUMBERS:
                 self.complete = True
             else:
                 self.refits[product.name] = new

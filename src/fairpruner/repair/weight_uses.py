@@ -35,6 +35,7 @@ class Addition(NamedTuple):
 
     number: int
     side: int
+    follows: int | None = None  # the addition whose sum is the other operand
 
 
 @dataclass(frozen=True)
@@ -118,8 +119,9 @@ class UseTracer(Interceptor):
             output.norm_mean = mean
 
     def addition(self, number: int, operands: list[Tensor], in_place: bool) -> None:
+        sums = [getattr(operand, _SUM, None) for operand in operands]
         arriving = [
-            (output, Addition(number, side))
+            (output, Addition(number, side, sums[1 - side]))
             for side, operand in enumerate(operands)
             for output in getattr(operand, _COMES_FROM, ())
             if output.addition is None and output.arrives_as(operand)
@@ -139,6 +141,8 @@ class UseTracer(Interceptor):
         result = super().__torch_function__(function, types, args, kwargs)
         if next(tensors_of(result), None) is None:
             return result  # a shape or a type was asked for
+        if is_addition(function, args, kwargs or {}):
+            setattr(result, _SUM, self.additions - 1)
         read = list(tensors_of([*args, *(kwargs or {}).values()]))
         for tensor in read:
             if id(tensor) in self._readers:
@@ -152,8 +156,9 @@ class UseTracer(Interceptor):
         return result
 
 
-# Attributes of tensors during a trace: the output that a tensor is, and those that it may be a copy of.
-_IS, _COMES_FROM = "_fairpruner_is", "_fairpruner_comes_from"
+# Attributes of tensors during a trace: the output that a tensor is, those that it may be a copy of, and the
+# number of the addition whose sum it is.
+_IS, _COMES_FROM, _SUM = "_fairpruner_is", "_fairpruner_comes_from", "_fairpruner_sum"
 
 
 class _Output:
