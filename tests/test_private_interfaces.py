@@ -46,6 +46,13 @@ def test_torch_has_what_torch_private_uses() -> None:
     assert (torch_private.is_in_place(add), torch_private.is_in_place(add_)) == (False, True)
     assert torch_private.flop_formula(torch.ops.aten.mm.default) is not None
     assert torch_private.flop_formula(add) is None
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    assert [torch_private.draws_random_numbers(attention, (0, 0, 0, p), {}) for p in (0.0, 0.1)] == [
+        False,
+        True,
+    ]
+    assert torch_private.draws_random_numbers(torch.ops.aten.bernoulli_.float, (), {})
+    assert not torch_private.draws_random_numbers(add, (), {})
     weight = nn.Parameter(torch.ones(2, 3))
     assert torch_private.base_of(weight.t()) is weight
     assert torch_private.base_of(weight) is weight
@@ -61,6 +68,16 @@ def test_torch_has_what_torch_private_uses() -> None:
     for convolution in (nn.Conv1d(1, 1, 1), nn.Conv3d(1, 1, 1), nn.ConvTranspose2d(1, 1, 1)):
         assert isinstance(convolution, torch_private.AnyConvolution)
     assert torch_private.tree_map_only(Tensor, lambda t: t + 1, {"a": [torch.ones(1), 2]})["a"][1] == 2
+
+
+def test_no_trace_of_global_hooks_is_left() -> None:
+    calls: list[str] = []
+    with torch_private.hooked_modules(
+        lambda module, args: calls.append("enter"), lambda module, args, kwargs, output: calls.append("leave")
+    ):
+        nn.Linear(2, 2)(torch.ones(1, 2))
+    assert calls == ["enter", "leave"]
+    assert not torch.nn.modules.module._has_any_global_hook()
 
 
 def test_the_encoder_layer_of_torch_asks_attention_for_what_our_stand_in_answers() -> None:

@@ -462,7 +462,7 @@ def test_a_mapping_and_its_name_ask_for_the_same(qwen: nn.Module, spaces: Spaces
         (
             "activation",
             (
-                r"'activation' cannot score spaces of kind expert, only channel, hidden, head: write"
+                r"'activation' cannot score spaces of kind expert, only channel, hidden, head, stream: write"
                 r" removal=\{.*'expert': 'soft_activation'\}"
             ),
         ),

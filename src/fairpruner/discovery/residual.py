@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fairpruner.models.calling import call_checked, evaluating, tensors_of
@@ -23,6 +22,7 @@ from fairpruner.models.torch_private import (
     TorchDispatchMode,
     as_products,
     flop_formula,
+    hooked_modules,
     operation_name,
     tree_flatten,
 )
@@ -291,12 +291,5 @@ def _watching(recording: _Recording, model: nn.Module) -> Iterator[None]:
                 )
             )
 
-    handles = [
-        register_module_forward_pre_hook(enter),
-        register_module_forward_hook(leave, with_kwargs=True),
-    ]
-    try:
+    with hooked_modules(enter, leave):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
 
 from fairpruner.core.units import Norm, UnitSpace
 from fairpruner.models.calling import call_checked, evaluating
+from fairpruner.models.torch_private import hooked_modules
 
 STREAM = "stream"  # the name of the space
 EPSILONS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
@@ -32,19 +32,15 @@ def rms_norms(model: nn.Module, example: Any) -> dict[str, Norm]:
     paths = {id(module): path for path, module in model.named_modules()}
     found: dict[str, Norm] = {}
 
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
+    def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         path = paths.get(id(module))
         if path is not None and path not in found and len(args) == 1 and isinstance(args[0], Tensor):
             norm = _as_norm(path, module, args[0], output)
             if norm is not None:
                 found[path] = norm
 
-    handle = register_module_forward_hook(leave)
-    try:
-        with evaluating(model), torch.no_grad():
-            call_checked(model, example)
-    finally:
-        handle.remove()
+    with evaluating(model), torch.no_grad(), hooked_modules(None, leave):
+        call_checked(model, example)
     return found
 
 

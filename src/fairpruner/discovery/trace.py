@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from fairpruner.core.arrays import Ints
 from fairpruner.core.units import UnitSpace
@@ -21,7 +20,13 @@ from fairpruner.discovery.rules import FOLLOW_BUFFERS, Operation, rule_for
 from fairpruner.errors import FairprunerError
 from fairpruner.models.calling import call_checked, evaluating, output_tensors
 from fairpruner.models.recurrence import plain_recurrence
-from fairpruner.models.torch_private import TorchDispatchMode, as_products, flop_formula
+from fairpruner.models.torch_private import (
+    TorchDispatchMode,
+    as_products,
+    draws_random_numbers,
+    flop_formula,
+    hooked_modules,
+)
 
 ZEROS = ("zeros", "new_zeros", "zeros_like")
 OUTPUT = "reaches the model's output"
@@ -65,7 +70,7 @@ class ShadowMode(TorchDispatchMode):
                 return products(*args, **kwargs)
         out = func(*args, **kwargs)
         op = Operation(self._recorder, func, args, kwargs, out)
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if draws_random_numbers(func, args, kwargs):
             self._recorder.drew(op.name)
         if op.name in ZEROS:
             self._recorder.blank(op.result)
@@ -138,12 +143,5 @@ def _watching_modules(recorder: Recorder, experts: ExpertLists) -> Iterator[None
     def leave(*_: Any) -> None:
         recorder.running.pop()
 
-    handles = [
-        register_module_forward_pre_hook(enter),
-        register_module_forward_hook(leave, always_call=True),
-    ]
-    try:
+    with hooked_modules(enter, leave, always_leave=True):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

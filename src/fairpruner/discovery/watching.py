@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from fairpruner.models.torch_private import hooked_modules
 
 Summary = tuple[torch.Size, float]  # shape and sum of magnitudes of an output
 
@@ -32,22 +33,18 @@ def watching_modules(model: nn.Module, visits: Visits) -> Iterator[None]:
     """Record the visits of a forward pass through global hooks, so that the model gets none."""
     paths = {id(module): path for path, module in model.named_modules()}
 
-    def enter(module: nn.Module, inputs: Any) -> None:
+    def enter(module: nn.Module, args: Any) -> None:
         if id(module) in paths:
             visits.entered.append(paths[id(module)])
 
-    def leave(module: nn.Module, inputs: Any, output: Any) -> None:
+    def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if id(module) in paths:
             visits.entered.pop()
             if isinstance(output, torch.Tensor) and output.is_floating_point():
                 visits.returned.append((paths[id(module)], (output.shape, float(output.abs().sum()))))
 
-    handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
-    try:
+    with hooked_modules(enter, leave):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def first_difference(a: Visits, b: Visits, tolerance: float) -> str | None:

@@ -6,13 +6,19 @@ a change shows there first.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.module import (
+    _global_forward_hooks_with_kwargs,
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.data._utils.signal_handling import _set_SIGCHLD_handler
@@ -25,8 +31,10 @@ __all__ = [
     "TorchDispatchMode",
     "as_products",
     "base_of",
+    "draws_random_numbers",
     "flop_formula",
     "held_tensors",
+    "hooked_modules",
     "is_in_place",
     "operation_name",
     "plain_function",
@@ -75,6 +83,16 @@ def is_in_place(func: Any) -> bool:
     return bool(func._schema.is_mutable)
 
 
+def draws_random_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call of an operation draws random numbers; attention does only with a dropout above 0."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    names = [argument.name for argument in func._schema.arguments]
+    if "dropout_p" not in names:
+        return True
+    return bool({"dropout_p": 0.0, **dict(zip(names, args, strict=False)), **kwargs}["dropout_p"])
+
+
 def flop_formula(func: Any) -> Callable[..., Any] | None:
     """The formula for an operation's FLOPs; None for one that has none."""
     packet = func._overloadpacket
@@ -108,3 +126,27 @@ def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def held_tensors(module: nn.Module, name: str) -> dict[str, Any]:
     """The dict in which a module holds its parameter or buffer of this name."""
     return module._parameters if name in module._parameters else module._buffers
+
+
+@contextmanager
+def hooked_modules(
+    enter: Callable[[nn.Module, Any], None] | None,
+    leave: Callable[[nn.Module, Any, Any, Any], None],
+    *,
+    always_leave: bool = False,
+) -> Iterator[None]:
+    """Call `enter(module, args)` and `leave(module, args, kwargs, output)` around every call of a module.
+
+    The hooks are global, so that no module of the user gets one. With `always_leave`, `leave` is called after
+    an exception too. torch 2.13 forgets to remove one entry of such a hook, and `torch.compile` then warns
+    for the rest of the process.
+    """
+    handles = [register_module_forward_hook(leave, with_kwargs=True, always_call=always_leave)]
+    if enter is not None:
+        handles.append(register_module_forward_pre_hook(enter))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+            _global_forward_hooks_with_kwargs.pop(handle.id, None)
