@@ -1,12 +1,20 @@
-"""How long allocation takes on synthetic scores: python benchmarks/allocation.py"""
+"""How long plans take: processor time of `allocate` and `sweep` on synthetic scores.
+
+ResNet-50 has 54 spaces of 64 to 2,048 units here, each convolution one of its own. The large model is a
+chain of 100 spaces of 10,000 units.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from time import perf_counter
+from pathlib import Path
+from time import process_time
+from typing import Any
 
 import numpy as np
+import pages
+import runs
 
 from fairpruner.allocation import allocate, sweep
 from fairpruner.core.budget import Budget
@@ -16,6 +24,8 @@ from fairpruner.core.spaces import Spaces
 from fairpruner.core.units import UnitSpace
 
 RESNET50_STAGES = ((64, 3, 56), (128, 4, 28), (256, 6, 14), (512, 3, 7))  # width, blocks, resolution
+BUDGETS = np.linspace(0.05, 1.0, 100).tolist()
+Row = dict[str, Any]
 
 
 def resnet50_like() -> Scores:
@@ -61,26 +71,37 @@ def scores_of(sizes: list[int], params: list[Term], flops: list[Term]) -> Scores
     return Scores(spaces, {"synthetic": removal}, {"synthetic": protection}, samples=1)
 
 
-def report(what: str, limit: float, run: Callable[[], object]) -> None:
-    start = perf_counter()
-    run()
-    print(f"{what:60} {perf_counter() - start:6.3f} s (limit {limit:g} s)")
+RUNS: dict[tuple[str, str], Callable[[Scores], object]] = {
+    **{
+        ("ResNet-50", f"100 FLOPs budgets, rule {rule}"): partial(
+            sweep, metric="flops", amounts=BUDGETS, rule=rule
+        )
+        for rule in ("tod", "uniform", "global")
+    },
+    ("ResNet-50", "100 exact budgets of units, rule tod"): partial(
+        sweep, metric="units", amounts=BUDGETS, exact=True
+    ),
+    ("100 x 10,000 units", "tolerance 0.1"): partial(allocate, alpha=0.1),
+    ("100 x 10,000 units", "half of the parameters"): partial(allocate, keep=Budget("params", 0.5)),
+}
 
 
-def main() -> None:
-    resnet, budgets = resnet50_like(), np.linspace(0.05, 1.0, 100).tolist()
-    print(f"ResNet-50-like: {len(resnet.spaces)} spaces, {sum(space.size for space in resnet.spaces)} units")
-    for rule in ("tod", "uniform", "global"):
-        report(f"100 FLOPs budgets, rule {rule}", 1, partial(sweep, resnet, "flops", budgets, rule=rule))
-    report("100 exact units budgets, rule tod", 1, lambda: sweep(resnet, "units", budgets, exact=True))
-    large = wide(100, 10_000)
-    report("100 spaces of 10,000 units, tolerance 0.1", 2, lambda: allocate(large, alpha=0.1))
-    report(
-        "100 spaces of 10,000 units, half of the params",
-        2,
-        lambda: allocate(large, keep=Budget("params", 0.5)),
-    )
+def cases(quick: bool) -> Iterator[Row]:
+    """A quick run leaves out the large model."""
+    for model, what in RUNS:
+        if not quick or model == "ResNet-50":
+            yield {"model": model, "what": what}
 
 
-if __name__ == "__main__":
-    main()
+def measure(case: Row, shared: Path) -> Row:
+    """Processor seconds of one call."""
+    scores = resnet50_like() if case["model"] == "ResNet-50" else wide(100, 10_000)
+    start = process_time()
+    RUNS[case["model"], case["what"]](scores)
+    return {"seconds": round(process_time() - start, 3)}
+
+
+def page() -> str:
+    """Seconds of each call as Markdown."""
+    lines = [[row["model"], row["what"], f"{row['seconds']:.3g}"] for row in runs.stored("allocation")]
+    return pages.table(["model", "plans", "processor seconds"], lines)

@@ -63,9 +63,8 @@ def cifar10(split: str, shared: Path) -> tuple[Tensor, Tensor]:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     images, labels = module.cifar10(split)
-    return (torch.from_numpy(images).permute(0, 3, 1, 2).float() / 255 - MEAN) / STD, torch.from_numpy(
-        labels
-    ).long()
+    pixels = torch.from_numpy(images).permute(0, 3, 1, 2).float() / 255
+    return (pixels - MEAN) / STD, torch.tensor(labels, dtype=torch.int64)
 
 
 def some(

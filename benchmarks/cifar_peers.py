@@ -1,26 +1,18 @@
-"""ResNet-56 on CIFAR-10 (the paper's Table 1) without training: Torch-Pruning 1.6.1 beside fairpruner.
-
-python benchmarks/cifar_peers.py --shared ../shared     # goes on where it stopped
-python benchmarks/cifar_peers.py --table                # only the table of docs/benchmarks.md
+"""ResNet-56 on CIFAR-10 (the paper's Table 1), without training: fairpruner beside Torch-Pruning 1.6.1.
 
 Every library sees the same 2,000 training images per draw; top-1 is of all 10,000 test images. Torch-Pruning
 has no FLOPs budget, so its pruning ratio is searched until `fp.count_flops` is nearest to the budget. Each of
 its criteria runs globally and with one ratio for all layers, on the channels inside the blocks: with those of
 the residual stream, the model that it cuts does not run. Hessian takes the mean squared gradient over all
-images: Torch-Pruning's own sum keeps only the last one. Each cut is measured as it is, and again after its
-batch norms are re-estimated on the calibration images. The rows of fairpruner are those of
-benchmarks/default.py.
-
-Installs Torch-Pruning into benchmarks/.peers. Results: benchmarks/results/cifar_peers.json.
+images: Torch-Pruning's own sum keeps only the last one. Each of its cuts is measured as it is, and again
+after its batch norms are re-estimated on the calibration images. `by hand` removes by `reconstruction` with
+the rule `global` and repairs sequentially; `paper` is the paper's method. Signals with rules are cut and
+then repaired sequentially. Installs Torch-Pruning into benchmarks/.peers.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
-import statistics
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from functools import cache
@@ -28,59 +20,134 @@ from pathlib import Path
 from typing import Any
 
 import pages
+import runs
 import torch
 import torch.nn.functional as F
 from cifar_models import cifar10, resnet, some, top1
+from peers import with_peers
 from torch import Tensor, nn
 
 import fairpruner as fp
 
-HERE = Path(__file__).parent
-PACKAGES = HERE / ".peers"
-CALIBRATION, DRAWS, BUDGETS = 2000, 3, (0.5, 0.3)
-CRITERIA = {
-    "magnitude": 1,
-    "Taylor": DRAWS,
-    "Hessian": DRAWS,
-}  # and how many draws of images make a difference
+BUDGETS = (0.462, 0.3)  # of FLOPs; the first is the paper's
+DATALESS = ("magnitude",)  # other draws of images make no difference
+CRITERIA = ("magnitude", "Taylor", "Hessian")
+SCOPES = ("global", "local")
 OURS = {
     "default": "`fp.prune`, nothing else said",
     "by hand": "reconstruction, global, sequential repair",
     "paper": "the paper's method",
 }
+SIGNALS, RULES = ("wasserstein", "l1", "reconstruction", "random"), ("tod", "uniform", "global")
 Row = dict[str, Any]
+Batches = list[tuple[Tensor, Tensor]]
 Gradients = dict[str, dict[str, Tensor]]  # criterion -> parameter -> gradient
 
 
-def gradients(model: nn.Module, data: list[tuple[Tensor, Tensor]]) -> Gradients:
+def cases(quick: bool) -> Iterator[Row]:
+    """Libraries by ways, then signals by rules; the first draw of everything comes first."""
+    size = (
+        {"depth": 20, "calibration": 250, "test": 1000}
+        if quick
+        else {"depth": 56, "calibration": 2000, "test": 10_000}
+    )
+    for draw in range(1 if quick else 3):
+        for keep in BUDGETS[:1] if quick else BUDGETS:
+            same = {**size, "draw": draw, "keep": keep}
+            for way in OURS:
+                yield {**same, "library": "fairpruner", "way": way}
+            for criterion in CRITERIA:
+                if draw == 0 or criterion not in DATALESS:
+                    for scope in SCOPES:
+                        yield {**same, "library": "Torch-Pruning", "way": criterion, "scope": scope}
+    ours = {"library": "fairpruner", "draw": 0, "keep": BUDGETS[0]}
+    for signal in SIGNALS[1:2] if quick else SIGNALS:
+        for rule in RULES:
+            yield {**size, **ours, "way": signal, "rule": rule}
+
+
+def measure(case: Row, shared: Path) -> Row:
+    """Accuracy of the cut, and after the repair or with its batch norms re-estimated."""
+    model, baseline = original(case["depth"], case["test"], shared)
+    data = calibration(case["calibration"], case["draw"], shared)
+    if case["library"] == "Torch-Pruning":
+        found = gradients(case["depth"], case["calibration"], case["draw"], shared)
+        cut = nearest(model, found, case)
+        better: nn.Module | None = reestimated(cut, data)
+    else:
+        cut, better = by_fairpruner(model, data, case)
+    images, labels = cifar10("test", shared)
+    test = images[: case["test"]], labels[: case["test"]]
+    example = torch.randn(1, 3, 32, 32)
+    share = fp.count_flops(better or cut, example) / fp.count_flops(model, example)
+    return {
+        "baseline": baseline,
+        "flops_kept": round(share, 4),
+        "top1": round(top1(cut, test), 2) if cut is not None else None,
+        "better": round(top1(better, test), 2) if better is not None else None,
+    }
+
+
+@cache
+def original(depth: int, count: int, shared: Path) -> tuple[nn.Module, float]:
+    """The trained model and its accuracy."""
+    images, labels = cifar10("test", shared)
+    model = resnet(depth, shared)
+    return model, round(top1(model, (images[:count], labels[:count])), 2)
+
+
+@cache
+def calibration(count: int, draw: int, shared: Path) -> Batches:
+    """One draw of training images."""
+    return some(cifar10("train10k", shared), count, seed=draw)
+
+
+def by_fairpruner(model: nn.Module, data: Batches, case: Row) -> tuple[nn.Module | None, nn.Module | None]:
+    """The cut model and the repaired one, where there is one."""
+    budget = fp.Budget("flops", case["keep"])
+    if case["way"] == "paper":
+        return fp.prune(model, data, keep=budget, preset="paper")[0], None
+    if case["way"] == "default":
+        return None, fp.prune(model, data, keep=budget)[0]
+    signal, rule = (case["way"], case["rule"]) if "rule" in case else ("reconstruction", "global")
+    spaces = fp.discover(model, data[0][0][:1], skip=["conv1"])
+    plan = fp.allocate(fp.score(model, data, spaces=spaces, removal=signal), keep=budget, rule=rule)
+    cut = fp.cut(model, plan)
+    return cut, fp.repair(cut, model, plan, data, method="sequential")
+
+
+@cache
+def gradients(depth: int, count: int, draw: int, shared: Path) -> Gradients:
     """The mean gradient of the loss, and the mean of its square over single images."""
+    model = resnet(depth, shared)
+    data = calibration(count, draw, shared)
     first = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     second = copy.deepcopy(first)
-    images = torch.cat([x for x, _ in data]), torch.cat([y for _, y in data])
-    for x, y in zip(images[0].split(1), images[1].split(1), strict=True):
+    singles = ((x[i : i + 1], y[i : i + 1]) for x, y in data for i in range(len(y)))
+    for image, label in singles:
         model.zero_grad()
-        F.cross_entropy(model(x), y).backward()
+        F.cross_entropy(model(image), label).backward()
         for name, p in model.named_parameters():
-            first[name] += p.grad / len(images[1])
-            second[name] += p.grad**2 / len(images[1])
-    model.zero_grad()
+            first[name] += p.grad / count
+            second[name] += p.grad**2 / count
     return {"Taylor": first, "Hessian": second}
 
 
-def pruned(model: nn.Module, found: Gradients, ratio: float, row: Row) -> nn.Module:
+def pruned(model: nn.Module, found: Gradients, ratio: float, case: Row) -> nn.Module:
     """A copy of the model, pruned by Torch-Pruning."""
+    with_peers()
     import torch_pruning as tp
 
     small = copy.deepcopy(model)
     parameters = dict(small.named_parameters())
-    for name, gradient in found.get(row["criterion"], {}).items():
+    for name, gradient in found.get(case["way"], {}).items():
         parameters[name].grad = gradient.clone()
     importance = {
         "magnitude": lambda: tp.importance.GroupMagnitudeImportance(p=2),
         "Taylor": tp.importance.GroupTaylorImportance,
         "Hessian": tp.importance.GroupHessianImportance,
-    }[row["criterion"]]()
-    if row["criterion"] == "Hessian":
+    }[case["way"]]()
+    if case["way"] == "Hessian":
         importance._accu_grad = {parameters[name]: g.clone() for name, g in found["Hessian"].items()}
         importance._counter = dict.fromkeys(importance._accu_grad, 1)
     stream = [m for path, m in small.named_modules() if path == "conv1" or path.endswith("conv2")]
@@ -88,7 +155,7 @@ def pruned(model: nn.Module, found: Gradients, ratio: float, row: Row) -> nn.Mod
         small,
         torch.randn(1, 3, 32, 32),
         importance=importance,
-        global_pruning=row["scope"] == "global",
+        global_pruning=case["scope"] == "global",
         pruning_ratio=ratio,
         ignored_layers=[small.linear, *stream],
     )
@@ -97,21 +164,24 @@ def pruned(model: nn.Module, found: Gradients, ratio: float, row: Row) -> nn.Mod
     return small.eval()
 
 
-def nearest(model: nn.Module, found: Gradients, keep: float, row: Row) -> nn.Module:
+def nearest(model: nn.Module, found: Gradients, case: Row) -> nn.Module:
     """The copy whose FLOPs are nearest to the budget, by bisection of the pruning ratio."""
     example = torch.randn(1, 3, 32, 32)
-    target = keep * fp.count_flops(model, example)
+    whole = fp.count_flops(model, example)
     low, high, best = 0.0, 1.0, (float("inf"), model)
     for _ in range(10):
         ratio = (low + high) / 2
-        small = pruned(model, found, ratio, row)
-        flops = fp.count_flops(small, example)
-        best = min(best, (abs(flops - target), small), key=lambda pair: pair[0])
-        low, high = (ratio, high) if flops > target else (low, ratio)
+        with warnings.catch_warnings(action="ignore"):
+            small = pruned(model, found, ratio, case)
+        share = fp.count_flops(small, example) / whole
+        best = min(best, (abs(share - case["keep"]), small), key=lambda pair: pair[0])
+        low, high = (ratio, high) if share > case["keep"] else (low, ratio)
+        if best[0] < 0.002:
+            break
     return best[1]
 
 
-def reestimated(model: nn.Module, data: list[tuple[Tensor, Tensor]]) -> nn.Module:
+def reestimated(model: nn.Module, data: Batches) -> nn.Module:
     """A copy whose batch norms have the statistics of the calibration images."""
     model = copy.deepcopy(model)
     for module in model.modules():
@@ -125,86 +195,35 @@ def reestimated(model: nn.Module, data: list[tuple[Tensor, Tensor]]) -> nn.Modul
     return model.eval()
 
 
-def rows(shared: Path, done: list[Row]) -> Iterator[Row]:
-    """One row for each draw, budget, criterion, scope and set of channels."""
-    model, test = resnet(56, shared), cifar10("test", shared)
-    images = cifar10("train10k", shared)
-
-    @cache
-    def calibration(draw: int) -> tuple[list[tuple[Tensor, Tensor]], Gradients]:
-        data = some(images, CALIBRATION, seed=draw)
-        return data, gradients(model, data)
-
-    for draw in range(DRAWS):
-        for keep in BUDGETS:
-            for criterion, draws in CRITERIA.items():
-                for scope in ("global", "local"):
-                    row = {"draw": draw, "keep": keep, "criterion": criterion, "scope": scope}
-                    if draw >= draws or any(row.items() <= old.items() for old in done):
-                        continue
-                    data, found = calibration(draw)
-                    small = nearest(model, found, keep, row)
-                    example = torch.randn(1, 3, 32, 32)
-                    share = fp.count_flops(small, example) / fp.count_flops(model, example)
-                    yield {
-                        **row,
-                        "flops_kept": round(share, 4),
-                        "top1": round(top1(small, test), 2),
-                        "reestimated": round(top1(reestimated(small, data), test), 2),
-                    }
-
-
-def _mean(values: list[float]) -> str:
-    if not values:
-        return ""
-    spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.2f}{spread} ({len(values)})"
+def rows() -> list[Row]:
+    """The rows of this benchmark, and those that benchmarks/default.py measured at the same budgets."""
+    ours = runs.stored("cifar_peers")
+    known = {(row["keep"], row["draw"], row["way"]) for row in ours if row["library"] == "fairpruner"}
+    for row in pages.results("default").get("rows", []):
+        same = (row["part"], row.get("depth")) == ("default", 56) and row["keep"] in BUDGETS
+        if same and (row["keep"], row["draw"], row["way"]) not in known:
+            found = {"top1": None, "better": None, "top1" if row["way"] == "paper" else "better": row["top1"]}
+            ours.append({**row, "library": "fairpruner", **found})
+    return ours
 
 
 def page() -> str:
-    """Both libraries by budget, as Markdown."""
-    peers, ours = pages.results("cifar_peers")["rows"], pages.results("default")["rows"]
-    lines = []
+    """All ways by budget, as Markdown."""
+    found, lines = rows(), []
     for keep in BUDGETS:
-        for way, name in OURS.items():
-            wanted = {"part": "default", "depth": 56, "keep": keep, "way": way}
-            accuracy = _mean([r["top1"] for r in ours if wanted.items() <= r.items()])
-            lines.append(
-                [f"{keep:g}", "fairpruner", name, *((accuracy, "") if way == "paper" else ("", accuracy))]
-            )
-        for criterion in CRITERIA:
-            for scope in ("global", "local"):
-                wanted = {"keep": keep, "criterion": criterion, "scope": scope}
-                chosen = [r for r in peers if wanted.items() <= r.items()]
-                accuracies = (_mean([r[what] for r in chosen]) for what in ("top1", "reestimated"))
-                lines.append([f"{keep:g}", "Torch-Pruning", f"{criterion}, {scope}", *accuracies])
-    head = ["FLOPs kept", "library", "way", "the cut", "repaired, or batch norms re-estimated"]
-    shown = [line for line in lines if any(line[3:])]
-    return pages.table(head, shown)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--shared", type=Path, default=Path("../shared"))
-    parser.add_argument("--table", action="store_true", help="only print the table")
-    options = parser.parse_args()
-    if not options.table:
-        torch.set_num_threads(1)
-        warnings.simplefilter("ignore")  # of torch.jit and Torch-Pruning
-        if not PACKAGES.exists():
-            install = ["install", "--quiet", "--no-deps", "--target", str(PACKAGES), "torch-pruning==1.6.1"]
-            subprocess.run([sys.executable, "-m", "pip", *install], check=True)
-        sys.path.insert(0, str(PACKAGES))
-        done = pages.results("cifar_peers").get("rows", [])
-        for row in rows(options.shared, done):
-            done.append(row)
-            print(row, flush=True)
-            command = "python benchmarks/cifar_peers.py"
-            pages.store("cifar_peers", {"command": command, "threads": 1, "rows": done})
-    pages.fill("cifar_peers", page())
-
-
-if __name__ == "__main__":
-    main()
+        for library, way, more, title in (
+            *(("fairpruner", way, {}, title) for way, title in OURS.items()),
+            *(("fairpruner", s, {"rule": r}, f"{s}, {r}") for s in SIGNALS for r in RULES),
+            *(("Torch-Pruning", c, {"scope": s}, f"{c}, {s}") for c in CRITERIA for s in SCOPES),
+        ):
+            wanted = {"keep": keep, "library": library, "way": way, **more}
+            chosen = [row for row in found if wanted.items() <= row.items()]
+            if chosen:
+                kept = pages.spread([row["flops_kept"] for row in chosen][:1], 3)
+                accuracies = (
+                    pages.spread([row[of] for row in chosen if row.get(of) is not None])
+                    for of in ("top1", "better")
+                )
+                lines.append([library, title, kept, *accuracies])
+    head = ["library", "way", "FLOPs kept", "the cut", "repaired, or batch norms re-estimated"]
+    return pages.table(head, lines)

