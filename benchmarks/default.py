@@ -202,13 +202,14 @@ def main() -> None:
     parser.add_argument("--depth", type=int)
     parser.add_argument("--keep", type=float)
     parser.add_argument("--draw", type=int)
+    parser.add_argument("--way", choices=WAYS)
     parser.add_argument("--table", action="store_true", help="only put the tables into docs/search.md")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", category=DeprecationWarning)  # torch.jit
 
     def wanted(row: Row) -> bool:
-        asked = ((name, getattr(options, name)) for name in ("depth", "keep", "draw"))
+        asked = ((name, getattr(options, name)) for name in ("depth", "keep", "draw", "way"))
         fits = all(value is None or row.get(name, value) == value for name, value in asked)
         return fits and _key(row) not in {_key(done) for done in _rows()}
 

@@ -4,6 +4,8 @@ cannot make up for.
 
 from __future__ import annotations
 
+from typing import Any
+
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -160,3 +162,27 @@ def test_an_indefinite_covariance_takes_more_damping() -> None:
     errors = greedy_errors(np.array([[1.0, 1.0 + 1e-5], [1.0 + 1e-5, 1.0]]), np.ones((2, 2)), 2)
     assert np.isfinite(errors).all()
     assert (np.diff(np.sort(errors)) > 0).all()
+
+
+def test_memory_is_bounded_by_more_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 5))
+    net.append(nn.Linear(5, 3))
+    data = [(torch.randn(20, 6), torch.arange(20) % 3) for _ in range(3)]
+    runs: list[int] = []
+    net.register_forward_pre_hook(lambda module, args: runs.append(len(args[0])))
+    spaces = fp.discover(net, data[0][0][:1])
+
+    def scored(batches: Any, removal: Any) -> tuple[fp.Scores, int]:
+        runs.clear()
+        scores = fp.score(net, batches, spaces=spaces, removal=removal)
+        return scores, sum(size == 20 for size in runs)
+
+    whole, passes = scored(data, ["reconstruction", "activation"])
+    monkeypatch.setattr(module, "MOST_NUMBERS", 12**2 + 5**2)  # 8 units alone, then 12 and 5
+    parts, more = scored(data, ["reconstruction", "activation"])
+    once, single = scored(iter(data), "reconstruction")  # which cannot be read again
+    assert (passes, more, single) == (3, 6, 3)
+    for name in spaces.names:
+        for signal in ("reconstruction", "activation"):
+            assert np.array_equal(whole.removals[signal][name], parts.removals[signal][name])
+        assert np.array_equal(whole.removal[name], once.removal[name])

@@ -46,7 +46,7 @@ METHODS: dict[str, Callable[[Job], list[Note]]] = {
     "tune": lambda job: tune(job.small, Targets(job.small, job.model, job.plan, job.read), job.read),
 }
 
-COMPARED = 512  # predictions on which the loss is compared
+COMPARED = 200  # predictions on which the loss is compared
 
 
 @naming_dead_workers()

@@ -149,6 +149,10 @@ class Calibration:
             for running in signals:
                 running.accumulator.see_deletions(changes, info)
 
+    def show_activations(self, batch: Batch, half: int, signals: Sequence[RunningSignal]) -> None:
+        """Show only the activations of one batch, to signals that asked for them again."""
+        self._forward(batch, signals, BatchInfo(batch.size, half))
+
     def _forward(self, batch: Batch, signals: Sequence[RunningSignal], info: BatchInfo) -> _ForwardPass:
         """Run the model on a batch and show the activations to the signals."""
         feed = SignalFeed(batch, self._labels.of(batch), signals)

@@ -19,7 +19,6 @@ from fairpruner.models.attention import plain_attention
 from fairpruner.models.calling import evaluating
 from fairpruner.models.devices import device_of_model
 from fairpruner.models.supported import check_has_numbers
-from fairpruner.scoring.calibration import Calibration
 from fairpruner.scoring.feeding import RunningSignal
 from fairpruner.scoring.gradients import only_gradients_of
 from fairpruner.scoring.noise import warn_of_noise
@@ -80,8 +79,9 @@ def score(
             model, spaces, first, asked=asked, objective=objective, grouping=grouping
         )
         classes = calibration.classes if groups is None else groups
+        rereadable = not isinstance(data, Iterator)
         running = {
-            side: _started(of_side, Context(model, spaces, side, classes, seed))
+            side: _started(of_side, Context(model, spaces, side, classes, seed, rereadable))
             for side, of_side in selections.items()
         }
         signals = [one for of_side in running.values() for one in of_side]
@@ -89,13 +89,18 @@ def score(
             objective.mode(model),
             plain_attention(model),
             only_gradients_of(model, calibration.weights),
-            progress("scoring", data) as advance,
         ):
-            samples = _pass(calibration, processes.share(batches), signals, advance)
-        if processes.size > 1:
-            samples = sum(processes.gathered(samples))
-            for one in signals:
-                one.accumulator.join(processes)
+            with progress("scoring", data) as advance:
+                shown = processes.share(batches) if calibration.needs_data else iter(())
+                samples = _pass(calibration.step, shown, signals, advance)
+            if processes.size > 1:
+                samples = sum(processes.gathered(samples))
+            asking = _asking(signals, processes, rereadable)
+            while asking:
+                with progress("scoring, once more", data) as advance:
+                    again = processes.share(read_batches(data, device, model))
+                    _pass(calibration.show_activations, again, asking, advance)
+                asking = _asking(asking, processes, rereadable)
         with torch.autocast(device.type, enabled=False):
             results = {side: _results(of_side) for side, of_side in running.items()}
     settings: dict[str, Any] = {
@@ -112,19 +117,26 @@ def score(
 
 
 def _pass(
-    calibration: Calibration,
+    show: Callable[[Batch, int, Sequence[RunningSignal]], None],
     batches: Iterator[Batch],
     signals: Sequence[RunningSignal],
     advance: Callable[[int], None],
 ) -> int:
     """Show every batch to the signals; the number of samples."""
     samples = 0
-    if calibration.needs_data:
-        for half, batch in in_halves(batches):
-            calibration.step(batch, half, signals)
-            samples += batch.size
-            advance(batch.size)
+    for half, batch in in_halves(batches):
+        show(batch, half, signals)
+        samples += batch.size
+        advance(batch.size)
     return samples
+
+
+def _asking(signals: Sequence[RunningSignal], processes: Processes, rereadable: bool) -> list[RunningSignal]:
+    """Join what all processes showed these signals in a pass: those that ask for one more."""
+    if processes.size > 1:
+        for one in signals:
+            one.accumulator.join(processes)
+    return [one for one in signals if rereadable and one.accumulator.asks_again()]
 
 
 def _started(selections: Sequence[Selection], context: Context) -> list[RunningSignal]:

@@ -37,11 +37,13 @@ PREPARING = 5  # passes that discovery and the scores took: forward, backward an
 SEMIFINALISTS, FEW = 6, SHARES // 4  # candidates, at most, and the shares of the samples they are repaired on
 FINALISTS = 2  # at most
 NEAR = 1.1  # times the least distance: those farther away are not worth a whole repair
-PASSES = {"sequential": 5}  # that a repair costs; one for any other method
+PASSES = {"sequential": 4.5}  # that a repair costs; one for any other method
 SOLVING = 1  # of these passes, whatever the number of samples
 JUDGING = 1 - FITTING  # passes: the cut model runs over the other samples; the original did so once
 MOST_EPOCHS = 60  # of tuning; more changed nothing
 LEAST_TUNING = 5  # passes below which it does not begin
+TUNING = 3.6  # forward passes of the cut model that cost as much as an epoch: backward, errors and steps
+TARGETS = 1.4 * FITTING  # passes: the original runs once more, and what its blocks give is held
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,10 +72,10 @@ class Search:
         return FITTING * (fixed + (whole - fixed) * shares / SHARES) + JUDGING
 
     def epoch(self, plan: Plan, held: float) -> float:
-        """Forward passes that an epoch of tuning costs: three times the cut model's, and the original's where
-        its activations are not held. Narrow layers are less efficient: time falls as the root of the FLOPs.
+        """Forward passes that an epoch of tuning costs, with one of the original where its activations are
+        not held. Narrow layers are less efficient: time falls as the root of the FLOPs.
         """
-        return FITTING * (1 - held + 3 * math.sqrt(plan.share("flops")))
+        return FITTING * (1 - held + TUNING * math.sqrt(plan.share("flops")))
 
 
 def choose(
@@ -199,7 +201,7 @@ class _Bench:
 
         with torch.inference_mode(False), evaluating(self.model):
             targets = Targets(small, self.model, one.candidate.plan, read)
-            self.spent += FITTING + JUDGING
+            self.spent += TARGETS + JUDGING
             epoch = self.search.epoch(one.candidate.plan, targets.held)
             epochs = max(1, min(MOST_EPOCHS, int(self.left / epoch)))
             self._say(f"{one.candidate.name}, {epochs} epochs of gradient steps")

@@ -37,6 +37,7 @@ class Context:
     side: Side
     classes: int  # how many classes to expect
     seed: int
+    rereadable: bool = False  # whether the data can be shown again
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,10 @@ class Accumulator:
 
     def join(self, processes: Processes) -> None:
         """Add what this signal accumulated in the other processes of a job, so that all hold the same."""
+
+    def asks_again(self) -> bool:
+        """Whether all activations are to be shown once more; asked after each pass over rereadable data."""
+        return False
 
     def result(self) -> Result:
         """The scores; called once, after the last batch."""

@@ -45,6 +45,7 @@ from fairpruner.scoring.signals.base import Accumulator, Context, Observation, R
 # covariance singular.
 DAMPING = 1e-6
 MOST_RAISES = 16  # of the damping, tenfold each; only a covariance that is not finite needs more
+MOST_NUMBERS = 2**26  # in the moments that are held at once; each pass over the data fills as many
 BLOCK_ROWS = 64  # rows that are removed between two updates of the matrices
 
 
@@ -67,24 +68,41 @@ class Reconstruction(Signal):
 
 
 class _ReconstructionAccumulator(Accumulator):
+    """Scores spaces one group after the other; the moments of a group are held during one pass."""
+
     def __init__(self, context: Context, parts: int) -> None:
         self._context, self._parts = context, parts
-        self._moments: dict[str, _Moments] = {}
+        self._groups = _groups(context.spaces, parts) if context.rereadable else [list(context.spaces)]
+        self._result = Result({}, {})
+        self._begin()
+
+    def _begin(self) -> None:
+        """Take the next group of spaces."""
+        self._moments = {space.name: _Moments(space, self._parts) for space in self._groups[0]}
 
     def see_activation(self, space: UnitSpace, activation: Tensor, labels: Tensor | None) -> None:
-        if space.name not in self._moments:
-            self._moments[space.name] = _Moments(space, self._parts)
-        self._moments[space.name].update(activation)
+        if space.name in self._moments:
+            self._moments[space.name].update(activation)
 
     def join(self, processes: Processes) -> None:
-        for space in self._context.spaces:  # a process may have seen no sample
-            self._moments.setdefault(space.name, _Moments(space, self._parts)).join(processes)
+        for moments in self._moments.values():
+            moments.join(processes)
+
+    def asks_again(self) -> bool:
+        if len(self._groups) < 2:
+            return False
+        self._score_group()
+        self._begin()
+        return True
 
     def result(self) -> Result:
-        scores, halves = {}, {}
-        for space in self._context.spaces:
-            # Popped, so that a space's moments are freed once it is scored.
-            moments = self._moments.pop(space.name, None) or _Moments(space, self._parts)
+        self._score_group()
+        return self._result
+
+    def _score_group(self) -> None:
+        scores, halves = dict(self._result.scores), dict(self._result.halves)
+        for space in self._groups.pop(0):
+            moments = self._moments.pop(space.name)  # freed once the space is scored
             weights = reading_gram(space, self._context.model, moments.width)
             weights /= unit_flops(space, self._context.spaces)
             if self._parts == 2:
@@ -92,7 +110,21 @@ class _ReconstructionAccumulator(Accumulator):
                     [greedy_errors(moments.covariance((part,)), weights, space.size) for part in (0, 1)]
                 )
             scores[space.name] = greedy_errors(moments.covariance(range(self._parts)), weights, space.size)
-        return Result(scores, halves)
+        self._result = Result(scores, halves)
+
+
+def _groups(spaces: Spaces, parts: int) -> list[list[UnitSpace]]:
+    """The spaces in order, in groups whose moments hold at most MOST_NUMBERS, or a single space."""
+    groups: list[list[UnitSpace]] = [[]]
+    held = 0
+    for space in spaces:
+        numbers = parts * (space.size * unit_width(space)) ** 2
+        if groups[-1] and held + numbers > MOST_NUMBERS:
+            groups.append([])
+            held = 0
+        groups[-1].append(space)
+        held += numbers
+    return groups
 
 
 class _Moments:
