@@ -38,11 +38,10 @@ from fairpruner.repair.interceptor import Interceptor
 from fairpruner.repair.job import Job
 from fairpruner.repair.notes import ROUTED, UNSEEN, USED_ELSEWHERE, Note
 from fairpruner.repair.products import Product, Rows
-from fairpruner.repair.regression import DAMPINGS, Fit, Halves, JudgedFit, float64, judged_fit
+from fairpruner.repair.regression import Fit, Halves, JudgedFit, float64, judged_fit
 from fairpruner.repair.tensors import Kept, kept_by_dim, tensors_by_name
 from fairpruner.repair.weight_uses import WeightUse, channel_scale, find_weight_uses
 
-USUAL = DAMPINGS.index(1e-4)  # the damping from which a search begins
 POSITIONS = 32  # rows taken of each sample: neighbouring positions add little
 TOKENS = 512  # the same for texts, whose neighbouring tokens differ
 MOST_NUMBERS = 2**27  # in the sums of one half of the samples that are held at once, or one weight's
@@ -263,9 +262,9 @@ class _Refit:
             self._halves += new
 
     def solve(self, last: bool) -> None:
-        """Put the best weight so far into the model; only the last time tries all dampings."""
+        """Put the best weight so far into the model; only the first and the last time try all dampings."""
         assert self._halves is not None
-        near = None if last else USUAL if self.found is None else self.found.damping
+        near = None if last or self.found is None else self.found.damping
         self.found = judged_fit(self._halves, self._offset is not None, near=near)
         self._change = self.found.fit or self._nothing
         slope = self._before.slope + self._change.slope
