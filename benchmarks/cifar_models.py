@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -55,6 +56,7 @@ def resnet(depth: int, shared: Path) -> nn.Module:
     return model.eval()
 
 
+@lru_cache(maxsize=2)
 def cifar10(split: str, shared: Path) -> tuple[Tensor, Tensor]:
     """Normalised images [N, 3, 32, 32] and labels [N] of `test`, `train10k` or `train`."""
     spec = importlib.util.spec_from_file_location("load", shared / "data" / "load.py")

@@ -24,7 +24,7 @@ import runs
 import torch
 import torch.nn.functional as F
 from cifar_models import cifar10, resnet, some, top1
-from peers import with_peers
+from peers import PEERS, with_packages
 from torch import Tensor, nn
 
 import fairpruner as fp
@@ -69,13 +69,7 @@ def cases(quick: bool) -> Iterator[Row]:
 def measure(case: Row, shared: Path) -> Row:
     """Accuracy of the cut, and after the repair or with its batch norms re-estimated."""
     model, baseline = original(case["depth"], case["test"], shared)
-    data = calibration(case["calibration"], case["draw"], shared)
-    if case["library"] == "Torch-Pruning":
-        found = gradients(case["depth"], case["calibration"], case["draw"], shared)
-        cut = nearest(model, found, case)
-        better: nn.Module | None = reestimated(cut, data)
-    else:
-        cut, better = by_fairpruner(model, data, case)
+    cut, better = smaller(case, shared)
     images, labels = cifar10("test", shared)
     test = images[: case["test"]], labels[: case["test"]]
     example = torch.randn(1, 3, 32, 32)
@@ -86,6 +80,17 @@ def measure(case: Row, shared: Path) -> Row:
         "top1": round(top1(cut, test), 2) if cut is not None else None,
         "better": round(top1(better, test), 2) if better is not None else None,
     }
+
+
+def smaller(case: Row, shared: Path) -> tuple[nn.Module | None, nn.Module | None]:
+    """The cut model, and the repaired one or the one with its batch norms re-estimated."""
+    model = resnet(case["depth"], shared)
+    data = calibration(case["calibration"], case["draw"], shared)
+    if case["library"] == "fairpruner":
+        return by_fairpruner(model, data, case)
+    found = gradients(case["depth"], case["calibration"], case["draw"], shared)
+    cut = nearest(model, found, case)
+    return cut, reestimated(cut, data)
 
 
 @cache
@@ -135,7 +140,7 @@ def gradients(depth: int, count: int, draw: int, shared: Path) -> Gradients:
 
 def pruned(model: nn.Module, found: Gradients, ratio: float, case: Row) -> nn.Module:
     """A copy of the model, pruned by Torch-Pruning."""
-    with_peers()
+    with_packages(*PEERS)
     import torch_pruning as tp
 
     small = copy.deepcopy(model)

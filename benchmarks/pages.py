@@ -94,17 +94,22 @@ def figure_of(name: str) -> Path:
     return IMAGES / f"benchmark_{name}.svg"
 
 
+def picture(name: str, what: str) -> str:
+    """The figure of a benchmark in a page of docs/."""
+    return f"![{what}](images/{figure_of(name).name})"
+
+
 def mark_of(text: str) -> str:
     """What a figure carries to show which page it belongs to."""
     return f"page {hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def draw(module: ModuleType) -> None:
-    """Save the figure of a benchmark, marked with the page that it belongs to."""
-    if hasattr(module, "plot"):
+    """Save the figure that the page of a benchmark shows, marked with this page."""
+    text, path = module.page(), figure_of(module.__name__)
+    if path.name in text:
         import matplotlib
 
         # Text stays text, and the same figure is the same file.
         with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "fairpruner"}):
-            about = {"Date": None, "Description": mark_of(module.page())}
-            module.plot().savefig(figure_of(module.__name__), metadata=about)
+            module.plot().savefig(path, metadata={"Date": None, "Description": mark_of(text)})

@@ -40,10 +40,12 @@ GROUPS, LIMIT, CLOSE = 12, 120, 1e-8
 Row = dict[str, Any]
 
 
-def with_peers() -> None:
-    """Make the other libraries importable; they are installed beside the benchmarks."""
-    if not PACKAGES.exists():
-        install = ["install", "--quiet", "--no-deps", "--target", str(PACKAGES), *PEERS]
+def with_packages(*requirements: str) -> None:
+    """Make packages importable that are installed beside the benchmarks, without what they depend on."""
+    names = (requirement.replace("==", "-").replace("-", "_") for requirement in requirements)
+    installed = {path.name.replace("-", "_") for path in PACKAGES.glob("*.dist-info")}
+    if any(f"{name}.dist_info" not in installed for name in names):
+        install = ["install", "--quiet", "--no-deps", "--upgrade", "--target", str(PACKAGES), *requirements]
         subprocess.run([sys.executable, "-m", "pip", *install], check=True)
     if str(PACKAGES) not in sys.path:
         sys.path.insert(0, str(PACKAGES))
@@ -101,7 +103,7 @@ def by_fairpruner(name: str) -> Row:
 
 def by_torch_pruning(name: str) -> Row:
     """Every sampled group of its dependency graph, a random quarter of the root's channels removed."""
-    with_peers()
+    with_packages(*PEERS)
     import torch_pruning as tp
 
     model, example = build(name)
@@ -142,7 +144,7 @@ def by_torch_pruning(name: str) -> Row:
 
 def by_network_pruner(name: str) -> Row:
     """Its whole way on 16 images of two classes: scores, ratios, smaller model."""
-    with_peers()
+    with_packages(*PEERS)
     from Network_Pruner import FAIR_Pruner
 
     model, example = build(name)

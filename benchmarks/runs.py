@@ -2,8 +2,8 @@
 
 A benchmark is a module with three functions. `cases(quick)` yields the fields that name each row, the most
 telling row first; a quick run has fewer and smaller cases. `measure(case, shared)` returns the other fields
-of the row. `page()` makes Markdown of the stored rows. A function `plot()`, if there is one, makes the
-matplotlib figure that belongs to the page.
+of the row. `page()` makes Markdown of the stored rows; if it has a `pages.picture`, `plot()` makes that
+figure with matplotlib.
 
 Each row is stored as soon as it is measured, with the processor time it took and the number of its run;
 a run records its command, date, machine and versions. Quick runs are stored apart and fill no document.

@@ -25,7 +25,7 @@ import pages
 import runs
 import torch
 from cifar_models import CifarResNet, cifar10
-from peers import with_peers
+from peers import PEERS, with_packages
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision_shim import torchvision
@@ -147,7 +147,7 @@ def print_peak(case: Row, shared: str, what: str) -> None:
 
 def by_peer(case: Row, shared: Path) -> Row:
     """Processor seconds of another library, and of fairpruner for the same."""
-    with_peers()
+    with_packages(*PEERS)
     net, data = net_of(case["model"]), data_of(case, shared)
     if case["library"].startswith("Torch-Pruning"):
         theirs = seconds(lambda: by_torch_pruning(net, data))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from statistics import mean
 
+import overview
 import pages
 import runs
 
@@ -13,8 +14,8 @@ WAYS = ("paper", "by hand", "default")
 
 
 def page() -> str:
-    """The table as Markdown, and the other results in sentences."""
-    return "\n\n".join([pages.table(HEAD, _default()), _reading(), _others(), _speed()])
+    """The opening table of docs/benchmarks.md, the default beside other ways, and other models."""
+    return "\n\n".join([overview.table(), pages.table(HEAD, _default()), _reading(), _others()])
 
 
 def _default() -> Iterator[tuple[str, ...]]:
@@ -52,21 +53,4 @@ def _others() -> str:
         f" {perplexity['reap, global: the cut']:.1f} after the cut,"
         f" {perplexity['reap, global: kept and shared experts refitted']:.1f} after repair,"
         f" {experts['full']:.1f} before (`benchmarks/moe.py`)."
-    )
-
-
-def _speed() -> str:
-    content = pages.results("latency")
-    timed = next(r for r in content["rows"] if (r["model"], r["format"]) == ("resnet50", "default"))
-    machine = content["runs"][timed["run"]]["machine"]
-    rows = {row["batch"]: row for row in timed["speed-up"] if row["plan"].endswith("auto")}
-    cost = next(r for r in runs.stored("scoring") if (r["part"], r["model"]) == ("time", "VGG16-BN"))
-    peer = next(r for r in runs.stored("scoring") if r.get("library", "").startswith("network-pruner"))
-    faster = [f"{rows[batch]['faster']['median']:.2f} times at batch {batch}" for batch in sorted(rows)]
-    return (
-        f"ResNet-50 with {100 * rows[1]['flops_kept']:.0f} % of its FLOPs is faster: {', '.join(faster)}"
-        f" ({machine}; `benchmarks/latency.py`). Scoring VGG16-BN takes {cost['ratio_cpu']:.2f}"
-        " times the processor time of one plain forward and backward pass over the same images; the package"
-        f" of the paper's authors, network-pruner 2.16, takes {peer['times']:.0f} times as long as fairpruner"
-        " (`benchmarks/scoring.py`)."
     )

@@ -1,0 +1,122 @@
+"""The paper's ablation: VGG-16-BN and AlexNet on CIFAR-10, by tolerance, signal and rule.
+
+The nets are trained here on all 50,000 images for 40 epochs, and kept in the cache of the user. At each
+tolerance, `wasserstein + ToD` and `random + ToD` make a plan; the `uniform` ways get the share of parameters
+that `wasserstein + ToD` keeps. `taylor` removes by the paper's protection score. Random removal has 20 seeds.
+Top-1 is measured after the cut and after sequential repair (random: of the first three seeds), with 2,000
+calibration images and all 10,000 test images.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import pages
+import runs
+import training
+from cifar_models import cifar10, some, top1
+from torch import nn
+
+import fairpruner as fp
+
+TOLERANCES = (0.1, 0.2, 0.05, 0.3, 0.01, 0.15, 0.25, 0.005)
+WAYS = ("wasserstein + ToD", "wasserstein, uniform", "taylor, uniform", "random + ToD", "random, uniform")
+SEEDS, REPAIRED = 20, 3  # of random removal
+Row = dict[str, Any]
+
+
+def cases(quick: bool) -> Iterator[Row]:
+    """Seeds last, so that the curves are there early."""
+    size = (
+        {"split": "train10k", "train": 500, "epochs": 1, "calibration": 250, "test": 500}
+        if quick
+        else {"split": "train", "train": 50_000, "epochs": 40, "calibration": 2000, "test": 10_000}
+    )
+    for seed in range(1 if quick else SEEDS):
+        for net in ("AlexNet",) if quick else ("VGG-16-BN", "AlexNet"):
+            for alpha in TOLERANCES[: 1 if quick else None]:
+                for way in WAYS:
+                    if seed == 0 or way.startswith("random"):
+                        yield {"net": net, "alpha": alpha, "way": way, "seed": seed, **size}
+
+
+@cache
+def bench(net: str, size: tuple[Any, ...], shared: Path) -> tuple[nn.Module, list[Any], fp.Scores, Any]:
+    """The trained net, its calibration data, its scores, and the test images."""
+    split, count, epochs, calibration, test = size
+    model = training.trained(net, split, count, epochs, shared)
+    data = some(cifar10("train10k", shared), calibration)
+    scores = fp.score(model, data, removal=["wasserstein", "l1"], protection="taylor")
+    images, labels = cifar10("test", shared)
+    return model, data, scores, (images[:test], labels[:test])
+
+
+def measure(case: Row, shared: Path) -> Row:
+    size = tuple(case[name] for name in ("split", "train", "epochs", "calibration", "test"))
+    model, data, scores, test = bench(case["net"], size, shared)
+    signal = case["way"].split(",")[0].split(" ")[0]
+    if signal == "random":
+        drawn = fp.score(model, data[:1], spaces=scores.spaces, removal="random", seed=case["seed"])
+        scores = replace(scores, removals={**drawn.removals, **scores.removals})
+    elif signal == "taylor":
+        scores = replace(scores, removals={"taylor": scores.protections["taylor"], **scores.removals})
+    if case["way"].endswith("uniform"):
+        share = fp.allocate(scores.using("wasserstein"), alpha=case["alpha"]).share("params")
+        plan = fp.allocate(scores.using(signal), keep=fp.Budget("params", share), rule="uniform")
+    else:
+        plan = fp.allocate(scores.using(signal), alpha=case["alpha"])
+    small = fp.cut(model, plan)
+    found = {"params_kept": round(plan.share("params"), 4), "top1": round(top1(small, test), 2)}
+    if case["seed"] < REPAIRED:
+        found["repaired"] = round(top1(fp.repair(small, model, plan, data, method="sequential"), test), 2)
+    return found
+
+
+def page() -> str:
+    """Accuracy by tolerance as Markdown, one table for each net."""
+    stored, parts = runs.stored("ablation"), []
+    for net in dict.fromkeys(row["net"] for row in stored):
+        lines = []
+        for alpha in sorted(TOLERANCES):
+            for what in ("top1", "repaired"):
+                of_way = {
+                    way: [
+                        row[what]
+                        for row in stored
+                        if (row["net"], row["alpha"], row["way"]) == (net, alpha, way) and what in row
+                    ]
+                    for way in WAYS
+                }
+                if any(of_way.values()):
+                    title = f"{alpha:g}{', repaired' * (what == 'repaired')}"
+                    lines.append([title, *(pages.spread(values) for values in of_way.values())])
+        parts.append(pages.table([f"{net}, tolerance", *WAYS], lines))
+    what = "Curves: top-1 by the share of parameters removed, one for each way; random with its spread shaded"
+    return "\n\n".join([*parts, pages.picture("ablation", what)] if parts else [pages.table([], [])])
+
+
+def plot() -> Any:
+    """Accuracy by the share of parameters removed; shaded from the worst to the best seed."""
+    from matplotlib.figure import Figure
+
+    stored = runs.stored("ablation")
+    nets = list(dict.fromkeys(row["net"] for row in stored))
+    figure = Figure(figsize=(4.5 * len(nets), 3.6), layout="constrained")
+    for axes, net in zip(figure.subplots(1, len(nets), squeeze=False)[0], nets, strict=True):
+        for way in WAYS:
+            rows = [row for row in stored if (row["net"], row["way"]) == (net, way)]
+            of_alpha = [[row for row in rows if row["alpha"] == alpha] for alpha in sorted(TOLERANCES)]
+            of_alpha = [group for group in of_alpha if group]
+            removed = [100 * (1 - mean(row["params_kept"] for row in group)) for group in of_alpha]
+            top = [[row["top1"] for row in group] for group in of_alpha]
+            (line,) = axes.plot(removed, [mean(values) for values in top], "o-", markersize=3, label=way)
+            lowest, highest = [min(values) for values in top], [max(values) for values in top]
+            axes.fill_between(removed, lowest, highest, color=line.get_color(), alpha=0.2)
+        axes.set(title=net, xlabel="parameters removed, %", ylabel="top-1 after the cut, %")
+    axes.legend(fontsize="small")
+    return figure

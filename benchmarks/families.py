@@ -1,0 +1,121 @@
+"""DenseNet-40, a ConvNeXt and a DeiT on CIFAR-10: channels, hidden units and heads at a matched budget.
+
+The nets are trained here (40 epochs on all 50,000 images) and kept in the cache of the user. Ways: the
+default of `fp.prune`; the paper's method; its signals with the rule `uniform`; removal by `taylor` with the
+rule `global`; and Torch-Pruning 1.6.1, Taylor, global, where it can cut the net. 2,000 calibration images,
+all 10,000 test images, no training after the cut.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pages
+import runs
+import torch
+import torch.nn.functional as F
+import training
+from cifar_models import cifar10, some, top1
+from peers import PEERS, with_packages
+from torch import nn
+
+import fairpruner as fp
+
+WAYS = ("default", "paper", "wasserstein, uniform", "taylor, global", "Torch-Pruning, Taylor, global")
+Row = dict[str, Any]
+
+
+def cases(quick: bool) -> Iterator[Row]:
+    size = (
+        {"split": "train10k", "train": 300, "epochs": 1, "calibration": 100, "test": 300}
+        if quick
+        else {"split": "train", "train": 50_000, "epochs": 40, "calibration": 2000, "test": 10_000}
+    )
+    for net in ("ConvNeXt",) if quick else ("DenseNet-40", "ConvNeXt", "DeiT"):
+        for way in WAYS[1:] if quick else WAYS:
+            for keep in (0.5,) if quick else (0.5, 0.7):
+                yield {"net": net, "way": way, "keep": keep, **size}
+
+
+@cache
+def original(net: str, split: str, count: int, epochs: int, shared: Path) -> nn.Module:
+    return training.trained(net, split, count, epochs, shared)
+
+
+def measure(case: Row, shared: Path) -> Row:
+    model = original(case["net"], case["split"], case["train"], case["epochs"], shared)
+    data = some(cifar10("train10k", shared), case["calibration"], batch=100)
+    budget = fp.Budget("flops", case["keep"])
+    try:
+        if case["way"] == "default":
+            small = fp.prune(model, data, keep=budget)[0]
+        elif case["way"] == "paper":
+            small = fp.prune(model, data, keep=budget, preset="paper")[0]
+        elif case["way"].startswith("Torch-Pruning"):
+            small = by_torch_pruning(model, data, case["keep"])
+        else:
+            signal, rule = case["way"].split(", ")
+            scores = fp.score(model, data, removal=["wasserstein", "l1"], protection="taylor")
+            scores = replace(scores, removals={"taylor": scores.protections["taylor"], **scores.removals})
+            small = fp.cut(model, fp.allocate(scores.using(signal), keep=budget, rule=rule))
+    except Exception as error:  # another library's failure is a result
+        if not case["way"].startswith("Torch-Pruning"):
+            raise
+        return {"note": f"{type(error).__name__}: {error}"[:200]}
+    images, labels = cifar10("test", shared)
+    test, example = (images[: case["test"]], labels[: case["test"]]), images[:1]
+    return {
+        "baseline": round(top1(model, test), 2),
+        "flops_kept": round(fp.count_flops(small, example) / fp.count_flops(model, example), 4),
+        "top1": round(top1(small, test), 2),
+    }
+
+
+def by_torch_pruning(model: nn.Module, data: list[Any], keep: float) -> nn.Module:
+    """A copy, pruned in steps until no more than the budget is left."""
+    with_packages(*PEERS)
+    import torch_pruning as tp
+
+    small, example = copy.deepcopy(model), data[0][0][:1]
+    for x, y in data:
+        F.cross_entropy(small(x), y).backward()
+    with warnings.catch_warnings(action="ignore"):
+        pruner = tp.pruner.BasePruner(
+            small,
+            example,
+            importance=tp.importance.GroupTaylorImportance(),
+            global_pruning=True,
+            pruning_ratio=0.95,
+            iterative_steps=50,
+            ignored_layers=[module for module in small.modules() if isinstance(module, nn.Linear)][-1:],
+            num_heads={m.qkv: m.num_heads for m in small.modules() if hasattr(m, "qkv")},
+        )
+        while fp.count_flops(small, example) > keep * fp.count_flops(model, example):
+            before = fp.count_params(small)
+            pruner.step()
+            if fp.count_params(small) == before:
+                raise RuntimeError("no channel is left to remove before the budget is reached")
+            with torch.no_grad():
+                small(example)  # fails where the cut does not fit
+    small.zero_grad()
+    return small.eval()
+
+
+def page() -> str:
+    """Nets and budgets by ways, as Markdown."""
+    stored, lines = runs.stored("families"), []
+    for net, keep in sorted({(row["net"], row["keep"]) for row in stored}):
+        found = {row["way"]: row for row in stored if (row["net"], row["keep"]) == (net, keep)}
+        before = next((row["baseline"] for row in found.values() if "baseline" in row), 0.0)
+        cells = (
+            "" if way not in found else f"{found[way]['top1']:.2f}" if "top1" in found[way] else "fails"
+            for way in WAYS
+        )
+        lines.append([net, f"{keep:g}", f"{before:.2f}", *cells])
+    return pages.table(["net", "FLOPs kept", "original", *WAYS], lines)
