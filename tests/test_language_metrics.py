@@ -70,10 +70,24 @@ def test_a_token_uses_as_many_experts_as_it_is_sent_to() -> None:
         assert plan.predicted["active_params"] == used(fp.cut(model, plan))
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_inner_parameters_leave_embeddings_and_the_head_out(tied: bool) -> None:
+    config = transformers.LlamaConfig(**SIZES, tie_word_embeddings=tied)
+    model = transformers.LlamaForCausalLM(config).eval()
+    spaces = fp.discover(model, TOKENS)
+    outer = (1 if tied else 2) * 32 * 16
+    plan = fp.Plan.removing(spaces, {"model.layers.1.mlp.gate_proj": [0, 5]})
+    assert plan.original["inner_params"] == fp.count_params(model) - outer
+    assert plan.predicted["inner_params"] == fp.count_params(fp.cut(model, plan)) - outer
+    scores = fp.score(model, [TOKENS], spaces=spaces)
+    plan = fp.allocate(scores, keep=fp.Budget("inner_params", 0.8), exact=True)
+    assert plan.share("inner_params") == pytest.approx(0.8, abs=0.06)
+
+
 def test_models_without_a_cache_or_experts_have_neither() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2))
     data = [(torch.randn(8, 3), torch.arange(8) % 2)]
     scores = fp.score(model, data, spaces=fp.discover(model, torch.zeros(1, 3)))
-    for metric in ("cache_bytes", "active_params"):
+    for metric in ("cache_bytes", "active_params", "inner_params"):
         with pytest.raises(fp.FairprunerError, match=f"Budget {metric} keep=0.5 cannot be met: the model"):
             fp.allocate(scores, keep=fp.Budget(metric, 0.5))  # type: ignore[arg-type]

@@ -340,3 +340,26 @@ def test_maps_of_logits_are_compared_pixel_by_pixel() -> None:
     expected = (wanted * (wanted / found).log()).sum(1).mean()
     judge = Judge(model, [(images, torch.zeros(2, 4, 5, dtype=torch.long))], task="segmentation")
     assert judge.distance(other) == pytest.approx(float(expected), rel=1e-6)
+
+
+@pytest.mark.slow
+def test_a_language_model_with_blocks_as_units_is_searched(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    data = [{"input_ids": torch.randint(32, (1, 16))} for _ in range(6)]
+    kinds = {"discover": {"kinds": ["hidden", "head", "block"]}}
+    small, plan = fp.prune(model, data, keep=fp.Budget("inner_params", 0.6), effort=30, options=kinds)
+    assert plan.share("inner_params") == pytest.approx(0.6, abs=0.1)
+    assert {"hidden=surgeon", "head=surgeon", "block=surgeon", "surgeon"} & {t.removal for t in plan.tried}
+    assert any(trial.spaces == "only block" for trial in plan.tried)
+    fp.save(small, plan, tmp_path / "small")
+    again = fp.load(tmp_path / "small", build=lambda: transformers.LlamaForCausalLM(config))
+    torch.testing.assert_close(again(**data[0]).logits, small(**data[0]).logits)

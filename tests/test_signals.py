@@ -22,6 +22,7 @@ from fairpruner.errors import FairprunerError
 from fairpruner.scoring.score import score
 from fairpruner.scoring.signals import Taylor, Wasserstein, names, protection_signal, removal_signal
 from fairpruner.scoring.signals.classes import kmeans
+from fairpruner.scoring.signals.reconstruction import greedy_errors
 
 # Weights
 
@@ -558,3 +559,44 @@ def test_saliency_sums_sizes_where_taylor_sums_signs() -> None:
         sizes = [(p.detach() * g).abs() for p, g in zip(own, slopes, strict=True)]
         expected += (sizes[0].sum(1) + sizes[1] + sizes[2].sum(0)) / len(data)
     np.testing.assert_allclose(found, expected.double().numpy() / (4 + 3), rtol=1e-5)  # MACs of a unit
+
+
+class _Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(3, 5), nn.Linear(5, 3, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(torch.tanh(self.up(x)))
+        return x + out
+
+
+def test_surgeon_is_the_growth_of_the_loss_per_flop() -> None:
+    """Units by their second moments and those of the gradients, blocks by the squared first-order change."""
+    model = nn.Sequential(_Residual(), _Residual(), nn.Linear(3, 4)).double()
+    inputs, labels = torch.randn(32, 3).double(), torch.arange(32) % 4
+    spaces = discover(model, inputs[:1], kinds=["hidden", "block"])
+    found = {
+        batch: score(
+            model,
+            list(zip(inputs.split(batch), labels.split(batch), strict=True)),
+            spaces=spaces,
+            removal="surgeon",
+            protection="taylor",
+        ).removal
+        for batch in (32, 4)
+    }
+    read: list[Tensor] = []
+    for block in list(model)[:2]:
+        block.get_submodule("down").register_forward_pre_hook(lambda module, args: read.append(args[0]))
+    loss = F.cross_entropy(model(inputs), labels, reduction="sum")
+    slopes = torch.autograd.grad(loss, read)
+    for unit, (x, g) in enumerate(zip(read, slopes, strict=True)):
+        totals = greedy_errors(x.detach().T @ x.detach() / 32, g.T @ g / 32, 5)
+        name = f"{unit}.up"
+        order = np.argsort(totals)
+        grown = np.maximum.accumulate(np.diff(totals[order], prepend=0)) / (3 + 3)  # FLOPs of a unit
+        change = float((x.detach() * g).sum(1).square().sum() / 32) / (5 * 6)
+        for scores in found.values():
+            np.testing.assert_allclose(scores[name][order], grown, rtol=1e-5)
+            assert scores["blocks"][unit] == pytest.approx(change)

@@ -33,6 +33,8 @@ MISSING: dict[Metric, str] = {
         "the scores were saved by a version that did not count bytes. Score the model again, or give a budget"
         " of params."
     ),
+    "inner_params": "the model has no embeddings, so that all its parameters are inner ones. Give a budget of"
+    " params.",
     "active_params": "the model has no routed experts of a known top-k. Give a budget of params.",
     "cache_bytes": "the model returned no cache of keys and values. Give a budget of params, flops or units.",
     "latency_ms": "no latency was measured. Give latency=, a table that latency_table made of this model.",

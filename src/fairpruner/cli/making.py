@@ -16,6 +16,7 @@ from fairpruner.cli.common import (
     AsJson,
     Device,
     Force,
+    Kinds,
     Model,
     Skip,
     Weights,
@@ -234,6 +235,7 @@ def prune(
         int, typer.Option(help="Forward passes over the data that the search may spend.")
     ] = EFFORT,
     data_options: DataOptions = CALIBRATION,
+    kinds: Kinds = None,
     skip: Skip = None,
     device: Device = "cpu",
     force: Force = False,
@@ -258,7 +260,7 @@ def prune(
         preset=preset,
         effort=effort,
         options={
-            "discover": {"skip": skip or ()},
+            "discover": {"kinds": parse_names(kinds) if kinds else None, "skip": skip or ()},
             "score": {"removal": removal, "protection": protection, "seed": data_options.seed},
             "recover": {
                 "recipe": fp.Recipe(learning_rate=learning_rate, seed=data_options.seed),

@@ -11,10 +11,19 @@ import numpy as np
 from fairpruner.errors import FairprunerError, unknown
 
 Metric = Literal[
-    "units", "params", "flops", "bytes", "experts", "active_params", "cache_bytes", "latency", "latency_ms"
+    "units",
+    "params",
+    "flops",
+    "bytes",
+    "experts",
+    "inner_params",
+    "active_params",
+    "cache_bytes",
+    "latency",
+    "latency_ms",
 ]
 METRICS: tuple[Metric, ...] = ("units", "params", "flops")  # every plan predicts these
-MORE_METRICS: tuple[Metric, ...] = ("active_params", "cache_bytes")  # only some models have these
+MORE_METRICS: tuple[Metric, ...] = ("inner_params", "active_params", "cache_bytes")  # of some models
 BUDGETS: tuple[Metric, ...] = (*METRICS, "bytes", "experts", *MORE_METRICS, "latency", "latency_ms")
 
 

@@ -67,7 +67,7 @@ class CostModel:
     flops: tuple[Term, ...]
     # The memory of the parameters; empty in files from before bytes were counted.
     bytes: tuple[Term, ...] = ()
-    # Further metrics that only some models have: `active_params` and `cache_bytes`.
+    # Further metrics that only some models have: MORE_METRICS.
     more: Mapping[str, tuple[Term, ...]] = dataclass_field(default_factory=dict)
 
     def without(self, names: Mapping[str, Any]) -> CostModel:

@@ -13,6 +13,7 @@ from fairpruner.core.units import UnitSpace
 from fairpruner.discovery.ids import Partition, Usage
 from fairpruner.discovery.trace import Trace
 from fairpruner.models.caching import CachedLayer
+from fairpruner.models.counting import embedding_tables
 from fairpruner.models.experts import expert_blocks
 
 
@@ -111,8 +112,8 @@ def operation_terms(trace: Trace, spaces: Sequence[UnitSpace]) -> tuple[list[Fac
 def cost_model(
     trace: Trace, spaces: Sequence[UnitSpace], model: nn.Module, cached: Sequence[CachedLayer] = ()
 ) -> CostModel:
-    """Parameters, bytes and FLOPs of every plan over these spaces; where the model has them, also active
-    parameters and the bytes of its cache of keys and values.
+    """Parameters, bytes and FLOPs of every plan over these spaces; where the model has them, also inner and
+    active parameters and the bytes of its cache of keys and values.
     """
     builder = TermBuilder(trace.partition, spaces)
     axes = _parameter_axes(trace, model)
@@ -120,7 +121,11 @@ def cost_model(
     params = [builder.term(p.numel(), ids, name) for p, ids, name in sizes]
     held = [builder.term(p.numel() * p.element_size(), ids, name) for p, ids, name in sizes]
     flops = [builder.term(cost.macs, cost.axes, cost.module) for cost in trace.costs]
+    outer = embedding_tables(model)
     more = {
+        "inner_params": [
+            builder.term(p.numel(), ids, name) for p, ids, name in sizes if outer and id(p) not in outer
+        ],
         "active_params": _active_params(builder, trace.partition, model, axes),
         "cache_bytes": [builder.cached(layer) for layer in cached],
     }

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fairpruner.core.units import Replacement, UnitSpace
 from fairpruner.models.torch_private import AnyConvolution
 
-# (unit, the stream before the block, the stream after it)
+# (unit, the stream before the block, the stream after it), or (unit, what it adds, the gradient for that)
 BlockVisitor = Callable[[int, Tensor, Tensor], None]
 
 
@@ -44,6 +44,35 @@ class _BlockWatch:
         assert before is not None  # the first module of a block runs before its last
         result = _tensor(output).detach()
         self._visit(self._unit, before, result if self.last.by == "input" else before + result)
+
+
+@contextmanager
+def watching_block_slopes(model: nn.Module, space: UnitSpace, visit: BlockVisitor) -> Iterator[None]:
+    """Every forward pass begun inside lets its backward pass call `visit` for each block, with what the
+    block added to its stream and the gradient for that.
+    """
+    with ExitStack() as stack:
+        for unit in range(space.size):
+            _, last = _ends(space, unit)
+
+            def leave(
+                module: nn.Module,
+                args: Any,
+                kwargs: Any,
+                output: Any,
+                unit: int = unit,
+                last: Replacement = last,
+            ) -> None:
+                result = _tensor(output)
+                added = result.detach()
+                if last.by == "input":  # the module returns the stream behind the block
+                    added = added - _given(last, args, kwargs).detach()
+                if result.requires_grad:
+                    result.register_hook(lambda slope: visit(unit, added, slope.detach()))
+
+            handle = model.get_submodule(last.module).register_forward_hook(leave, with_kwargs=True)
+            stack.callback(handle.remove)
+        yield
 
 
 @contextmanager

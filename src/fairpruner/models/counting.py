@@ -29,6 +29,16 @@ def count_params(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
+def embedding_tables(model: nn.Module) -> set[int]:
+    """The ids of the parameters of all embeddings, and of the output head of a Hugging Face model."""
+    outer: list[nn.Module] = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    asked: Any = getattr(model, "get_output_embeddings", None)
+    head = asked() if outer and callable(asked) else None
+    if isinstance(head, nn.Module):
+        outer.append(head)
+    return {id(parameter) for module in outer for parameter in module.parameters()}
+
+
 def count_flops(model: nn.Module, example: Any) -> int:
     """MACs of one forward pass over the whole example, in eval mode: a batch of 8 counts eight times.
 

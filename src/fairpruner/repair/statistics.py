@@ -21,6 +21,7 @@ from fairpruner.repair.job import first_batch
 from fairpruner.repair.least_squares import Judge, apply, gather, sort_out
 from fairpruner.repair.notes import Repaired
 from fairpruner.repair.regression import judged_fit, judged_mean
+from fairpruner.repair.tensors import tensors_by_name
 from fairpruner.repair.weight_uses import find_weight_uses
 
 JUDGES: dict[str, Judge] = {"mean": judged_mean, "least_squares": judged_fit}
@@ -69,6 +70,7 @@ class Statistics:
             )
         lost = {part.tensor for s in plan.spaces if plan.removed[s.name] for part in s.slices_of("read")}
         repaired = copy.deepcopy(small)
+        lost &= set(tensors_by_name(repaired))  # a removed block takes its consumers with it
         notes = [note for note in self._skipped if note.subject in lost]
         for name, moments in self._moments.items():
             if name in lost:

@@ -32,7 +32,7 @@ from fairpruner.scoring.gates import GateInput, gate_terms
 from fairpruner.scoring.gradients import gradients_of, only_gradients_of
 from fairpruner.scoring.labels import SignalLabels
 from fairpruner.scoring.objective import Objective
-from fairpruner.scoring.residual import showing_blocks
+from fairpruner.scoring.residual import showing_block_slopes, showing_blocks
 from fairpruner.scoring.routed import (
     Tallies,
     add_exact_terms,
@@ -54,6 +54,7 @@ class _ForwardPass:
     """What one forward pass showed, besides the activations that the signals have already seen."""
 
     output: Any
+    feed: SignalFeed
     gates: list[GateInput]
     routing: list[RouterOutput]
 
@@ -170,7 +171,7 @@ class Calibration:
                 # because the model may change the tensor in place later.
                 shown.add(read)
                 feed.activation(read, source.detach(), axis)
-            if not self._demand.any_of("gates"):
+            if not self._demand.any_of("gates", "slopes"):
                 return source
             gate = source.view_as(source) if source.requires_grad else source.detach().requires_grad_()
             gates.append(GateInput(read, gate, axis))
@@ -181,10 +182,11 @@ class Calibration:
             watching(self._watched.reads, visit, self._hooked),
             watching_experts(self._model, self._watched.blocks, routing.append),
             showing_blocks(self._model, self._demand.spaces("blocks"), feed, info),
+            showing_block_slopes(self._model, self._demand.spaces("slopes"), feed, info),
         ):
             output = self._objective.run(self._model, batch)
         feed.expert_activations(expert_inputs, routing)
-        return _ForwardPass(output, gates, routing)
+        return _ForwardPass(output, feed, gates, routing)
 
     def _backward(
         self,
@@ -209,6 +211,10 @@ class Calibration:
         gradients = {
             name: gradient for name, gradient in zip(weights, of_weights, strict=True) if gradient is not None
         }
+        if self._demand.any_of("slopes"):
+            for gate, slope in zip(observed.gates, of_gates, strict=True):
+                if slope is not None and gate.read in self._watched.observed:
+                    observed.feed.slope(gate.read, slope * info.samples, gate.axis, info)
         terms = gate_terms(observed.gates, of_gates, observed.routing, batch=batch, scale=info.samples)
         for running in signals:
             running.accumulator.see_gradients(gradients, info)

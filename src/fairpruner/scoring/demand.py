@@ -38,7 +38,7 @@ class Demand:
     @property
     def needs_backward(self) -> bool:
         """Whether each batch takes a backward pass from its mean loss."""
-        return self.any_of("gradients", "gates", "routed_gradients")
+        return self.any_of("gradients", "slopes", "gates", "routed_gradients")
 
     def any_of(self, *observations: Observation) -> bool:
         """Whether a signal needs one of the observations."""
@@ -66,11 +66,11 @@ class Watched:
         lists = expert_lists(model)
         reads = reads_of(
             model,
-            demand.spaces("activations", "gates", "deletions"),
+            [s for s in demand.spaces("activations", "slopes", "gates", "deletions") if s.kind != "block"],
             observed_only=not demand.any_of("gates", "deletions"),
             lists=lists,
         )
-        for_activations = demand.spaces("activations")
+        for_activations = demand.spaces("activations", "slopes")
         observed = frozenset(
             read
             for read in reads
@@ -96,7 +96,7 @@ def _blocks(model: nn.Module, demand: Demand, reads: Sequence[Read]) -> tuple[Ex
 
 def _weights(model: nn.Module, demand: Demand) -> dict[str, nn.Parameter]:
     """The parameters of which scored units own slices, if a signal needs their gradients."""
-    owned = {part.tensor for space in demand.spaces("gradients", "gates") for part in space.slices}
+    owned = {part.tensor for space in demand.spaces("gradients", "slopes", "gates") for part in space.slices}
     return {
         name: parameter
         for name, parameter in model.named_parameters(remove_duplicate=False)

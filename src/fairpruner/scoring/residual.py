@@ -1,4 +1,6 @@
-"""Residual blocks in the calibration pass: signals are shown the stream before and after each block."""
+"""Residual blocks in the calibration pass: signals are shown the stream before and after each block, or what
+the block adds and its gradient.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from fairpruner.core.units import UnitSpace
-from fairpruner.models.blocks import blocks_of_maps, watching_blocks
+from fairpruner.models.blocks import blocks_of_maps, watching_block_slopes, watching_blocks
 from fairpruner.scoring.feeding import SignalFeed
 from fairpruner.scoring.signals.base import BatchInfo
 
@@ -29,4 +31,21 @@ def showing_blocks(
         for space in spaces:
             visit = partial(show, space, blocks_of_maps(model, space))
             stack.enter_context(watching_blocks(model, space, visit))
+        yield
+
+
+@contextmanager
+def showing_block_slopes(
+    model: nn.Module, spaces: Iterable[UnitSpace], feed: SignalFeed, info: BatchInfo
+) -> Iterator[None]:
+    """Inside, every backward pass shows signals what each block added to its stream, and its gradient."""
+
+    def show(space: UnitSpace, channels_first: frozenset[int], unit: int, *pair: Tensor) -> None:
+        feed.block_slope(space, unit, (pair[0], pair[1]), 1 if unit in channels_first else -1, info)
+
+    with ExitStack() as stack:
+        for space in spaces:
+            if space.kind == "block":
+                visit = partial(show, space, blocks_of_maps(model, space))
+                stack.enter_context(watching_block_slopes(model, space, visit))
         yield

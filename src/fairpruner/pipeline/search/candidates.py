@@ -39,15 +39,22 @@ class Candidate:
 def useful_removals(spaces: Spaces, *, classes: bool) -> list[Removal]:
     """The removal signals to score, the best known first; `classes` says whether samples have them."""
     kinds: list[Kind] = list(dict.fromkeys(space.kind for space in spaces))
-    activations = "wasserstein" if classes else "activation"
     few = sum(space.size**2 for space in spaces if space.kind != "expert") <= MOST_PAIRS
+    second = "wasserstein" if classes else "surgeon" if few else "activation"
     by_rank = [
         ("reconstruction" if few else "activation", "reap"),
-        (activations, "soft_activation"),
+        (second, "soft_activation"),
         ("l1", "reap"),
     ]
-    removals = [{kind: expert if kind == "expert" else other for kind in kinds} for other, expert in by_rank]
+    removals = [{kind: _signal_of(kind, other, expert) for kind in kinds} for other, expert in by_rank]
     return [removal for n, removal in enumerate(removals) if removal not in removals[:n]]
+
+
+def _signal_of(kind: Kind, other: str, expert: str) -> str:
+    """The signal for one kind; few can score residual blocks."""
+    if kind == "block" and other != "surgeon":
+        return "influence"
+    return expert if kind == "expert" else other
 
 
 def make_candidates(

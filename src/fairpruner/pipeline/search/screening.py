@@ -21,7 +21,7 @@ from fairpruner.repair.job import Job
 from fairpruner.surgery import cut
 
 NORMED = 2  # shares of the samples from which running statistics are estimated again
-MOST_PAIRS = 2**25  # pairs of channels whose sums are held
+MOST_PAIRS = 2**27  # pairs of channels whose sums are held
 
 FITTING = (JUDGED - 1) / JUDGED  # share of the samples that repairs look at
 GATHERING = 1.5 * FITTING  # passes: the original runs once, and the sums

@@ -26,11 +26,20 @@ from fairpruner.scoring.signals.routing import (
 )
 from fairpruner.scoring.signals.saliency import Saliency
 from fairpruner.scoring.signals.selection import Selection, default_signals, parse_signals, select_signals
+from fairpruner.scoring.signals.surgeon import Surgeon
 from fairpruner.scoring.signals.wasserstein import Wasserstein, WassersteinPooled
 
 built_in("removal", Wasserstein(), WassersteinPooled(), L1, L2, FPGM, ACTIVATION, Reconstruction(), Random())
 built_in(
-    "removal", SOFT_ACTIVATION, SOFT_ACTIVATION_ALL, FREQUENCY, REAP, Influence(), Deletion(), Saliency()
+    "removal",
+    SOFT_ACTIVATION,
+    SOFT_ACTIVATION_ALL,
+    FREQUENCY,
+    REAP,
+    Influence(),
+    Deletion(),
+    Saliency(),
+    Surgeon(),
 )
 built_in("protection", Taylor(), Taylor2(), Deletion(), RoutedTaylor(), RoutedTaylorExact(), Random())
 
@@ -49,6 +58,7 @@ __all__ = [
     "Saliency",
     "Selection",
     "Signal",
+    "Surgeon",
     "Taylor",
     "Taylor2",
     "Wasserstein",

@@ -19,7 +19,15 @@ from fairpruner.scoring.processes import Processes
 
 Side = Literal["removal", "protection"]
 Observation = Literal[
-    "activations", "gradients", "gates", "deletions", "routing", "routed_gradients", "routed_losses", "blocks"
+    "activations",
+    "gradients",
+    "slopes",
+    "gates",
+    "deletions",
+    "routing",
+    "routed_gradients",
+    "routed_losses",
+    "blocks",
 ]
 
 # Kinds whose units all samples use.
@@ -71,6 +79,16 @@ class Accumulator:
 
     def see_gradients(self, gradients: Mapping[str, Tensor], info: BatchInfo) -> None:
         """Parameter -> gradient of the mean loss, for every parameter that units own slices of."""
+
+    def see_slope(self, space: UnitSpace, slope: Tensor, info: BatchInfo) -> None:
+        """The gradient of the summed loss for what the space's consumer reads, [rows, J, F]."""
+
+    def see_block_slope(
+        self, space: UnitSpace, unit: int, pair: tuple[Tensor, Tensor], info: BatchInfo
+    ) -> None:
+        """What a residual block adds to its stream, and the gradient of the summed loss for it, [rows, C]
+        each.
+        """
 
     def see_gates(self, terms: Mapping[str, Tensor], info: BatchInfo) -> None:
         """Space -> [N, J], minus the first-order change of each sample's loss when a unit is set to zero."""

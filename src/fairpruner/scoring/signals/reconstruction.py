@@ -78,7 +78,7 @@ class _ReconstructionAccumulator(Accumulator):
 
     def _begin(self) -> None:
         """Take the next group of spaces."""
-        self._moments = {space.name: _Moments(space, self._parts) for space in self._groups[0]}
+        self._moments = {space.name: Moments(space, self._parts) for space in self._groups[0]}
 
     def see_activation(self, space: UnitSpace, activation: Tensor, labels: Tensor | None) -> None:
         if space.name in self._moments:
@@ -127,7 +127,7 @@ def _groups(spaces: Spaces, parts: int) -> list[list[UnitSpace]]:
     return groups
 
 
-class _Moments:
+class Moments:
     """Sums of what consumers read and of its products, over all samples, or over the even and the odd ones.
 
     A unit with D features of its own, such as a head, fills D rows. The positions of a channel's map are
@@ -156,6 +156,14 @@ class _Moments:
     def join(self, processes: Processes) -> None:
         self._products, self._sums = processes.summed(self._products), processes.summed(self._sums)
         self._rows = np.sum(processes.gathered(self._rows), axis=0)
+
+    @property
+    def rows(self) -> float:
+        return float(self._rows.sum())
+
+    def second(self) -> Tensor:
+        """The mean products, not centred, [J D, J D]."""
+        return self._products.sum(0) / max(self.rows, 1.0)
 
     def covariance(self, parts: range | tuple[int, ...]) -> Tensor:
         """[J D, J D], of all or some parts of the samples; zero if there were none."""

@@ -1,0 +1,132 @@
+"""The removal signal `surgeon`: how much the loss grows, to second order, if the kept units compensate.
+
+`reconstruction` counts every squared error of what consumers compute alike. Here errors count as much as
+the loss feels them. Let g be the gradient of a sample's loss for what a consumer reads, x. An error e of x
+changes the loss by g·e to first order, and by about (g·e)² / 2 on average (the Fisher information). With
+errors that are independent of gradients (as in K-FAC), the mean of (g·e)² is tr(G E) with G the mean of g g'
+and E that of e e'. This is `reconstruction` with G instead of W W'. So the numbers of all spaces are changes
+of one loss, and can be compared: between layers, and between hidden units, heads and whole blocks.
+
+A residual block that adds d to its stream changes the loss by the mean of (g·d)² if it is removed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fairpruner.core.arrays import Floats
+from fairpruner.core.costs import predict
+from fairpruner.core.spaces import Spaces
+from fairpruner.core.units import Kind, UnitSpace
+from fairpruner.models.precision import widened
+from fairpruner.scoring.processes import Processes
+from fairpruner.scoring.signals.base import (
+    DENSE,
+    RESIDUAL,
+    Accumulator,
+    BatchInfo,
+    Context,
+    Observation,
+    Result,
+    Signal,
+)
+from fairpruner.scoring.signals.reconstruction import Moments, greedy_errors
+
+
+@dataclass(frozen=True)
+class Surgeon(Signal):
+    """The growth of the loss by each removal in the greedy order, per FLOP that it saves.
+
+    Within a space, growth never falls: a unit that is removed later scores at least as much.
+    """
+
+    name: str = "surgeon"
+    kinds: ClassVar[frozenset[Kind]] = DENSE | RESIDUAL
+    needs: ClassVar[frozenset[Observation]] = frozenset({"activations", "slopes"})
+
+    def start(self, context: Context) -> Accumulator:
+        return _SurgeonAccumulator(context)
+
+
+class _SurgeonAccumulator(Accumulator):
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        dense = [space for space in context.spaces if space.kind in DENSE]
+        self._read = {space.name: Moments(space, 1) for space in dense}
+        self._felt = {space.name: Moments(space, 1) for space in dense}
+        self._blocks = {s.name: torch.zeros(s.size, dtype=torch.float64) for s in context.spaces}
+        self._samples = np.zeros(1)  # whose losses were summed
+
+    def see_activation(self, space: UnitSpace, activation: Tensor, labels: Tensor | None) -> None:
+        self._read[space.name].update(activation)
+
+    def see_gradients(self, gradients: object, info: BatchInfo) -> None:
+        self._samples += info.samples
+
+    def see_slope(self, space: UnitSpace, slope: Tensor, info: BatchInfo) -> None:
+        self._felt[space.name].update(slope)
+
+    def see_block_slope(
+        self, space: UnitSpace, unit: int, pair: tuple[Tensor, Tensor], info: BatchInfo
+    ) -> None:
+        added, slope = (widened(rows) for rows in pair)  # [rows, C]
+        change = (added * slope).sum(1).square().sum(dtype=torch.float64)
+        self._blocks[space.name][unit] += change.cpu()
+
+    def join(self, processes: Processes) -> None:
+        for moments in (*self._read.values(), *self._felt.values()):
+            moments.join(processes)
+        self._blocks = {name: processes.summed(sums) for name, sums in self._blocks.items()}
+        self._samples = np.sum(processes.gathered(self._samples), axis=0)
+
+    def result(self) -> Result:
+        spaces, samples = self._context.spaces, max(float(self._samples[0]), 1.0)
+        scores = {}
+        for space in spaces:
+            saved = _flops_of_units(space, spaces)
+            if space.kind == "block":
+                scores[space.name] = self._blocks[space.name].numpy() / samples / saved
+                continue
+            # Popped, so that a space's moments are freed once it is scored.
+            read, felt = self._read.pop(space.name), self._felt.pop(space.name)
+            variation = read.covariance((0,)) if _takes_offset(space, self._context.model) else read.second()
+            growth = felt.second() * (felt.rows / samples)  # summed over the places of a sample
+            totals = greedy_errors(variation, growth, space.size)
+            scores[space.name] = _increases(totals) / saved[0]
+        return Result(scores)
+
+
+def _flops_of_units(space: UnitSpace, spaces: Spaces) -> Floats:
+    """The FLOPs that the whole model saves by each unit alone, at least 1; units other than blocks are
+    alike.
+    """
+    whole = predict(spaces, {})["flops"]
+    units = range(space.size) if space.kind == "block" else range(1)
+    return np.array([max(whole - predict(spaces, {space.name: (unit,)})["flops"], 1) for unit in units])
+
+
+def _takes_offset(space: UnitSpace, model: nn.Module) -> bool:
+    """Whether a repair can add the mean of what was removed: to a bias, or to a norm behind a convolution."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    weight = space.observed.tensor
+    return parameters[weight].ndim != 2 or f"{weight.removesuffix('weight')}bias" in parameters
+
+
+def _increases(totals: Floats) -> Floats:
+    """By how much each removal raised the total, at least as much as all before it, [J].
+
+    >>> _increases(np.array([7.0, 1.0, 4.0, 5.0])).round(4).tolist()
+    [3.0, 1.0, 3.0, 3.0]
+    """
+    order = np.argsort(totals, kind="stable")
+    found = np.zeros_like(totals)
+    last = 0.0
+    for unit, increase in zip(order, np.diff(totals[order], prepend=0.0), strict=True):
+        # The last bit keeps the order of removals that raise the total by the same.
+        last = found[unit] = max(float(increase), float(np.nextafter(last, np.inf)))
+    return found
