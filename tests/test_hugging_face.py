@@ -134,7 +134,7 @@ def test_blocks_of_different_sizes_come_back_bit_for_bit_without_build(family: s
     )  # tied ones count once
     readme = (tmp_path / "small" / "README.md").read_text()
     assert 'fp.load("path/to/this/folder")' in readme
-    assert "Blocks keep different numbers (a configuration holds one number for all blocks" in readme
+    assert "cannot describe this model: a configuration has one number for all blocks" in readme
     with pytest.raises((RuntimeError, ValueError)):
         type(model).from_pretrained(tmp_path / "small")
     assert same(small, load_model(f"hf:{tmp_path / 'small'}"), example)
@@ -226,9 +226,7 @@ def test_a_folder_of_another_library_needs_build(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     plan = fp.Plan.removing(fp.discover(model, torch.zeros(1, 4)), {"0": (1,)})
     fp.save(fp.cut(model, plan), plan, tmp_path / "small")
-    with pytest.raises(
-        fp.FairprunerError, match="does not say how to build the original architecture: give build="
-    ):
+    with pytest.raises(fp.FairprunerError, match="does not hold the original architecture: give build="):
         fp.load(tmp_path / "small")
 
 

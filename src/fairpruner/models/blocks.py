@@ -84,11 +84,8 @@ def without_block(model: nn.Module, space: UnitSpace, unit: int) -> Iterator[Non
         result = _given(last, args, kwargs) if last.by == "input" else torch.zeros_like(_tensor(output))
         return (result, *output[1:]) if isinstance(output, (tuple, list)) else result
 
-    handle = model.get_submodule(last.module).register_forward_hook(leave, with_kwargs=True)
-    try:
+    with model.get_submodule(last.module).register_forward_hook(leave, with_kwargs=True):
         yield
-    finally:
-        handle.remove()
 
 
 def blocks_of_maps(model: nn.Module, space: UnitSpace) -> frozenset[int]:

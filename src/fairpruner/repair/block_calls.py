@@ -8,18 +8,19 @@ it then also undoes the error of the stream.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from fairpruner.inputs.batches import Batch, forward
 from fairpruner.inputs.tokens import counted_rows
 from fairpruner.models.calling import tensors_of
 from fairpruner.models.experts import ExpertBlock
 from fairpruner.models.precision import widened
+from fairpruner.models.torch_calls import TorchCalls
 from fairpruner.repair.interceptor import ADDITIONS
 from fairpruner.repair.job import Job
 from fairpruner.repair.regression import in_first_half
@@ -94,41 +95,33 @@ class _Seen(BaseException):
     """Ends a forward pass once enough was seen; no Exception, so that no handler on the way catches it."""
 
 
-class _UntilAddition(TorchFunctionMode):
+class _UntilAddition(TorchCalls):
     """Runs a model until the output of a module is added to something."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.call: tuple[tuple[Any, ...], Mapping[str, Any], Tensor] | None = None
+        self.seen: tuple[tuple[Any, ...], Mapping[str, Any], Tensor] | None = None
         self.sum: Tensor | None = None
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
-        self.call = args, kwargs, next(tensors_of(output))
+        self.seen = args, kwargs, next(tensors_of(output))
 
-    def __torch_function__(
-        self,
-        function: Callable[..., Any],
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if self.call is not None and function in ADDITIONS and not kwargs:
-            out = self.call[2]
+    def call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if self.seen is not None and function in ADDITIONS and not kwargs:
+            out = self.seen[2]
             if any(operand is out for operand in args):
                 self.sum = torch.add(*args)  # never in place: the output is needed as it was
                 raise _Seen
-        return function(*args, **(kwargs or {}))
+        return function(*args, **kwargs)
 
 
 def _observe(model: nn.Module, path: str, batch: Batch) -> _Observed:
     run = _UntilAddition()
-    hook = model.get_submodule(path).register_forward_hook(run.leave, with_kwargs=True)
-    try:
-        with run:
-            forward(model, batch)
-    except _Seen:
-        pass
-    finally:
-        hook.remove()
-    assert run.call is not None
-    return _Observed(*run.call, run.sum)
+    with (
+        suppress(_Seen),
+        model.get_submodule(path).register_forward_hook(run.leave, with_kwargs=True),
+        run,
+    ):
+        forward(model, batch)
+    assert run.seen is not None
+    return _Observed(*run.seen, run.sum)

@@ -131,26 +131,20 @@ class UseTracer(Interceptor):
             output, where = max(arriving, key=lambda found: found[0].features)
             output.addition = where
 
-    def __torch_function__(
-        self,
-        function: Callable[..., Any],
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        result = super().__torch_function__(function, types, args, kwargs)
+    def call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        result = super().call(function, args, kwargs)
         if next(tensors_of(result), None) is None:
             return result  # a shape or a type was asked for
-        if is_addition(function, args, kwargs or {}):
+        if is_addition(function, args, kwargs):
             setattr(result, _SUM, self.additions - 1)
-        read = list(tensors_of([*args, *(kwargs or {}).values()]))
+        read = list(tensors_of([*args, *kwargs.values()]))
         for tensor in read:
             if id(tensor) in self._readers:
                 self._readers[id(tensor)] += 1
             if isinstance(output := getattr(tensor, _IS, None), _Output):
                 output.readers += 1
         if isinstance(result, Tensor) and result is not self._latest:
-            before = [] if is_addition(function, args, kwargs or {}) else read
+            before = [] if is_addition(function, args, kwargs) else read
             led_here = {id(o): o for tensor in before for o in getattr(tensor, _COMES_FROM, ())}.values()
             setattr(result, _COMES_FROM, [output for output in led_here if output.shape == result.shape])
         return result
