@@ -493,7 +493,7 @@ def path(request: pytest.FixtureRequest, folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (truncate, "only a part of one"),
+        (truncate, "is not a complete"),
         (replace_by_text, r"is no (safetensors|JSON) file"),
         (lambda p: p.unlink(), "Cannot read"),
         (

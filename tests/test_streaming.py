@@ -115,7 +115,7 @@ def quantised(whole: Path) -> None:
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
-        (no_files, "holds no model.safetensors and no index of several"),
+        (no_files, "has neither a model.safetensors nor an index of several"),
         (other_sizes, "The plan belongs to another model"),
         (lost_tensor, r"1 tensors of Qwen2MoeForCausalLM are missing in the files \(model.norm.weight\)"),
         (cut_off, "model.safetensors cannot be read"),

@@ -16,7 +16,7 @@ import fairpruner as fp
 from fairpruner.cli.common import AsJson, BatchSize, Device, app, parse_names, show, trained
 from fairpruner.errors import FairprunerError
 from fairpruner.evaluation import (
-    TASKS,
+    QUESTION_TASKS,
     Perplexity,
     TaskResult,
     check_text_unseen,
@@ -46,7 +46,7 @@ def evaluate_models(
             ),
         ),
     ],
-    tasks: Annotated[str | None, typer.Option(help=f"One or several of {', '.join(TASKS)}.")] = None,
+    tasks: Annotated[str | None, typer.Option(help=f"One or several of {', '.join(QUESTION_TASKS)}.")] = None,
     data: Annotated[
         str | None,
         typer.Option(
@@ -86,7 +86,7 @@ def evaluate_models(
         net, tokenizer = trained(source, None, device), tokenizer_of(place_of(source))
         if not is_causal(net):
             raise FairprunerError(
-                f"{type(net).__name__} is no causal language model, so it cannot generate answers: give a"
+                f"{type(net).__name__} is not a causal language model, so it cannot generate answers: give a"
                 " model that predicts the next token."
             )
         sizes[source] = fp.count_params(net)

@@ -25,7 +25,7 @@ def check_output(path: Path, kind: str, *sources: str | Path | None, force: bool
     nearest = next(parent for parent in real.parents if parent.exists())
     if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
         raise FairprunerError(
-            f"Cannot write {path}: {nearest} is no folder that can be written. Choose another place."
+            f"Cannot write {path}: {nearest} is not a folder, or it is not writable. Choose another place."
         )
     remove_abandoned(real.parent)
     for source in (place for given in sources for place in _places(given)):

@@ -36,13 +36,13 @@ def discover(
     kinds: Sequence[str] | None = None,
     skip: Sequence[str] = (),
 ) -> Spaces:
-    """Find what can be removed from a model, by one forward pass over `example` and a check of every
-    space found.
+    """Find what can be removed from a model, by one forward pass over `example` and a check of every space.
 
     A model with several branches may need `more_examples` that reach them: spaces are found and checked on
-    all examples, and costs are those of the first. `kinds` limits the search to some of `channel`,
-    `hidden`, `head`, `expert`, which are looked for by default, and `block` and `stream`, residual blocks and
-    the width of the residual stream, which are not; `skip` names spaces, modules or patterns to leave alone.
+    all examples, and costs are those of the first. `kinds` names the kinds to find. By default these are
+    `channel`, `hidden`, `head` and `expert`. The kinds `block` (residual blocks) and `stream` (the width of
+    the residual stream) are only found if you name them. `skip` names spaces, modules or patterns that are
+    not pruned.
 
     >>> import torch
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -109,15 +109,14 @@ def _discover(
 
 
 def _explained(reason: str, seen: Trace) -> str:
-    """A reason with its likely cause, where the model draws random numbers also in eval mode."""
+    """A reason; if the model draws random numbers in eval mode, this is named as the likely cause."""
     if not seen.random or "differ" not in reason:
         return reason
     return f"the model is random in eval mode ({', '.join(seen.random[:3])}), so a cut cannot be checked"
 
 
 def operation_costs(model: nn.Module, example: Any, spaces: Spaces) -> tuple[list[Factor], list[Term]]:
-    """The MACs of every operation that multiplies and adds, in the order in which the forward pass runs
-    them: one term for each, over the factors returned first.
+    """Factors, and one term over them for the MACs of each operation, in the order of the forward pass.
 
     >>> import torch
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))

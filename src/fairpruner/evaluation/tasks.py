@@ -17,7 +17,7 @@ LETTERS = "ABCDEFGHIJ"
 
 
 @dataclass(frozen=True)
-class Task:
+class QuestionTask:
     """One task: its items are the rows of a file with these columns."""
 
     name: str
@@ -90,7 +90,7 @@ def _answer_mmlu_pro(row: Row) -> str:
     return letter
 
 
-# From the most to the least explicit. A bare letter elsewhere is no answer: it may be the word "A" or "I".
+# From the most to the least explicit. A bare letter elsewhere is not taken: it may be the word "A" or "I".
 LETTER_PATTERNS = (r"answer is:?\s*\(?([A-J])\b", r"^\W*([A-J])(?=\s*$|\s*[.):,\n])", r"\(([A-J])\)")
 
 
@@ -109,8 +109,8 @@ def parse_letter(text: str, row: Row) -> str | None:
     return None
 
 
-TASKS: dict[str, Task] = {
-    "wic": Task(
+QUESTION_TASKS: dict[str, QuestionTask] = {
+    "wic": QuestionTask(
         "wic",
         "validation",
         ("word", "sentence1", "sentence2", "label"),
@@ -119,7 +119,7 @@ TASKS: dict[str, Task] = {
         _answer_wic,
         parse_yes_or_no,
     ),
-    "mmlu_pro": Task(
+    "mmlu_pro": QuestionTask(
         "mmlu_pro",
         "test",
         ("question", "options", "answer", "answer_index", "category"),
@@ -140,11 +140,11 @@ def find_files(tasks: Sequence[str], data: str | Path) -> dict[str, Path]:
     wic_validation.jsonl.
     """
     for name in tasks:
-        if name not in TASKS:
-            raise unknown("task", name, TASKS)
+        if name not in QUESTION_TASKS:
+            raise unknown("task", name, QUESTION_TASKS)
     folder = Path(data)
     if folder.is_dir():
-        found = {name: sorted(folder.glob(f"{name}_{TASKS[name].split}.*")) for name in tasks}
+        found = {name: sorted(folder.glob(f"{name}_{QUESTION_TASKS[name].split}.*")) for name in tasks}
         given = {name: files[0] for name, files in found.items() if files}
     else:
         pairs = [part.partition("=") for part in str(data).split(",")]
@@ -152,7 +152,8 @@ def find_files(tasks: Sequence[str], data: str | Path) -> dict[str, Path]:
     for name in tasks:
         if name not in given:
             raise FairprunerError(
-                f"No data for task {name} in {data}: expected a folder with {name}_{TASKS[name].split}.jsonl"
+                f"No data for task {name} in {data}: expected a folder with"
+                f" {name}_{QUESTION_TASKS[name].split}.jsonl"
                 f" (.jsonl.xz, .csv, .parquet), or {name}=FILE."
             )
     return {name: given[name] for name in tasks}

@@ -30,7 +30,7 @@ from fairpruner.files.shrunk_config import EXPERTS, shrunk
 from fairpruner.inputs import pruned_modeling
 from fairpruner.inputs.hugging_face import auto_classes, is_source, local_file, place_of
 from fairpruner.models import removed
-from fairpruner.models.attention import STAND_INS
+from fairpruner.models.attention import FEWER_HEADS
 from fairpruner.models.code_names import names_in_code
 from fairpruner.models.counts import IN_CONFIG
 from fairpruner.models.narrow_heads import NarrowHeads
@@ -82,7 +82,7 @@ def _write_code(small: Any, original: Any, config: Any, plan: Plan, folder: Path
     """Write a configuration that lists every size that differs from the original, and the code for it."""
     config.pruned = _differences(small, _built(original, config), plan)
     standing_in = any(
-        type(module) in STAND_INS.values() or isinstance(module, NarrowHeads) for module in small.modules()
+        type(module) in FEWER_HEADS.values() or isinstance(module, NarrowHeads) for module in small.modules()
     )  # classes of fairpruner, which transformers cannot import
     autos = [] if standing_in else auto_classes(original)
     if autos:

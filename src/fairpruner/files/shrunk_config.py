@@ -33,7 +33,7 @@ HEADS = ("num_attention_heads", "num_key_value_heads", "encoder_attention_heads"
 EPSILONS = ("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
-Kept = Mapping[int, int]  # size of a space -> how many units such a space keeps
+KeptBySize = Mapping[int, int]  # size of a space -> how many units such a space keeps
 
 
 def shrunk(config: Any, plan: Plan) -> Any:
@@ -51,7 +51,7 @@ def shrunk(config: Any, plan: Plan) -> Any:
     return config
 
 
-def _shrink_stream(part: Any, kept: Kept) -> None:
+def _shrink_stream(part: Any, kept: KeptBySize) -> None:
     """Set a narrower residual stream: heads keep their width, and epsilons are those that `cut` set."""
     width = getattr(part, "hidden_size", 0)
     if kept.get(width, width) == width:
@@ -63,20 +63,20 @@ def _shrink_stream(part: Any, kept: Kept) -> None:
     part.hidden_size = kept[width]
 
 
-def _shrink_hidden(part: Any, kept: Kept) -> None:
+def _shrink_hidden(part: Any, kept: KeptBySize) -> None:
     for name in _own_names(part, HIDDEN):
         width = getattr(part, name) or 4 * part.hidden_size  # GPT-2's default
         if type(width) is int and width in kept:
             setattr(part, name, kept[width])
 
 
-def _shrink_experts(part: Any, kept: Kept) -> None:
+def _shrink_experts(part: Any, kept: KeptBySize) -> None:
     for name in _own_names(part, EXPERTS):
         if getattr(part, name) in kept:
             setattr(part, name, kept[getattr(part, name)])
 
 
-def _shrink_heads(part: Any, kept: Kept) -> None:
+def _shrink_heads(part: Any, kept: KeptBySize) -> None:
     """Set fewer heads of the same width; `head_dim` is set too, because it no longer equals width / heads."""
     heads = {name: getattr(part, name) for name in _own_names(part, HEADS)}
     if not all(type(count) is int or count is None for count in heads.values()):

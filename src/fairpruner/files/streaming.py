@@ -25,7 +25,7 @@ from fairpruner.models.narrowing import kept_indices
 from fairpruner.models.transformers_private import note_conversions, used_conversions
 from fairpruner.surgery import cut_without_weights
 
-Kept = Mapping[str, Mapping[int, Ints]]  # tensor -> dim -> the kept indices
+KeptIndices = Mapping[str, Mapping[int, Ints]]  # tensor -> dim -> the kept indices
 
 
 def stream(
@@ -102,7 +102,7 @@ def _names(file: Path) -> list[str]:
 
 
 def _pieces(
-    model: Any, small: Any, parts: list[ConvertedTensors], holders: Mapping[str, Path], kept: Kept
+    model: Any, small: Any, parts: list[ConvertedTensors], holders: Mapping[str, Path], kept: KeptIndices
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of the smaller model one after the other, under the names that files use."""
     shapes = {name: tensor.shape for name, tensor in small.state_dict().items()}
@@ -129,7 +129,7 @@ def _pieces(
 
 
 def _cut_part(
-    model: Any, part: ConvertedTensors, holders: Mapping[str, Path], kept: Kept
+    model: Any, part: ConvertedTensors, holders: Mapping[str, Path], kept: KeptIndices
 ) -> dict[str, torch.Tensor]:
     """The model's tensors that one part gives, cut to the kept indices.
 

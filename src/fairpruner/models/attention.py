@@ -89,7 +89,7 @@ def _as_added(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 # The class of a module whose counts a cut has changed, by its class before.
-STAND_INS: dict[type[nn.Module], type[nn.Module]] = {nn.MultiheadAttention: FewerHeadsAttention}
+FEWER_HEADS: dict[type[nn.Module], type[nn.Module]] = {nn.MultiheadAttention: FewerHeadsAttention}
 
 
 @contextmanager

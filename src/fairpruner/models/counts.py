@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from fairpruner.models.attention import STAND_INS
+from fairpruner.models.attention import FEWER_HEADS
 from fairpruner.models.narrow_heads import HEADS_WIDTHS, NarrowHeads, narrow_class
 
 IN_CONFIG = "config."  # before the name of a number that a module reads from its configuration
@@ -37,4 +37,4 @@ def accept_counts(module: nn.Module) -> None:
     """Give a module with fewer heads a class that accepts them, if its own does not."""
     if vars(module).keys() & HEADS_WIDTHS.keys():
         module.__class__ = narrow_class(type(module))
-    module.__class__ = STAND_INS.get(type(module), type(module))
+    module.__class__ = FEWER_HEADS.get(type(module), type(module))

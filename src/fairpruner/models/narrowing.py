@@ -11,7 +11,7 @@ from torch import nn
 
 from fairpruner.core.arrays import Ints
 from fairpruner.core.units import ROLES, Replacement, Slice, UnitSpace
-from fairpruner.models.attention import STAND_INS
+from fairpruner.models.attention import FEWER_HEADS
 from fairpruner.models.copying import deep_copy
 from fairpruner.models.counts import set_count
 from fairpruner.models.removed import remove
@@ -80,8 +80,8 @@ def cut_units(
         set_count(small.get_submodule(path), attribute, int(kept.sum()), before=kept.size)
     for path, module in small.named_modules():
         # Also if all heads stay: the stock module refuses a narrower input too.
-        if type(module) in STAND_INS and any(name.startswith(f"{path}.".lstrip(".")) for name in keep):
-            module.__class__ = STAND_INS[type(module)]
+        if type(module) in FEWER_HEADS and any(name.startswith(f"{path}.".lstrip(".")) for name in keep):
+            module.__class__ = FEWER_HEADS[type(module)]
     _update_attributes(model, small)
     for space in spaces:
         rescale_norms(small, space, kept=space.size - _units(space, removed).size)

@@ -23,7 +23,7 @@ from fairpruner.models.supported import check_supported
 from fairpruner.repair.batchnorm import reestimate
 from fairpruner.repair.experts import refit_experts
 from fairpruner.repair.job import Job, first_batch
-from fairpruner.repair.least_squares import predict
+from fairpruner.repair.least_squares import predict_removed
 from fairpruner.repair.merging import merge_experts
 from fairpruner.repair.notes import Note, Repaired
 from fairpruner.repair.renormalising import renormalise
@@ -37,7 +37,7 @@ from fairpruner.terminal import progress
 __all__ = ["METHODS", "Note", "Repaired", "Statistics", "repair", "repair_with_notes"]
 
 METHODS: dict[str, Callable[[Job], list[Note]]] = {
-    **{name: partial(predict, judge=judge) for name, judge in JUDGES.items()},
+    **{name: partial(predict_removed, judge=judge) for name, judge in JUDGES.items()},
     "sequential": refit,
     "merge": merge_experts,
     "experts": refit_experts,

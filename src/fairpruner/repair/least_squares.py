@@ -19,16 +19,16 @@ from fairpruner.repair.job import Job
 from fairpruner.repair.notes import ROUTED, UNSEEN, USED_ELSEWHERE, Note
 from fairpruner.repair.products import Product
 from fairpruner.repair.regression import Halves, JudgedFit, float64
-from fairpruner.repair.tensors import Kept, kept_by_dim, tensors_by_name
+from fairpruner.repair.tensors import KeptByDim, kept_by_dim, tensors_by_name
 from fairpruner.repair.weight_uses import Offset, WeightUse, find_weight_uses
 
 MOST_CHANNELS = 2**14  # that one weight reads: the products of all their pairs are held
 MOST_NUMBERS = 2**27  # in the products of pairs, over all weights, that one sweep gathers
 
-Judge = Callable[[Halves, bool], JudgedFit]
+JudgingFit = Callable[[Halves, bool], JudgedFit]
 
 
-def predict(job: Job, judge: Judge) -> list[Note]:
+def predict_removed(job: Job, judge: JudgingFit) -> list[Note]:
     """Add to every consumer in the cut model what the removed units gave it, as far as the kept ones show."""
     spaces = [space for space in job.plan.spaces if job.plan.removed[space.name]]
     uses = find_weight_uses(job.model, next(job.read()))
@@ -109,7 +109,7 @@ class _Reading(Interceptor):
         return product.run()
 
 
-def apply(small: nn.Module, plan: Plan, moments: Moments, offset: Offset | None, judge: Judge) -> Note:
+def apply(small: nn.Module, plan: Plan, moments: Moments, offset: Offset | None, judge: JudgingFit) -> Note:
     """Add to one consumer in the cut model what the removed units gave it."""
     consumer, product, kept = moments.consumer, moments.product, kept_by_dim(plan)
     name = consumer.name
@@ -134,7 +134,7 @@ def apply(small: nn.Module, plan: Plan, moments: Moments, offset: Offset | None,
     return Note.of(name, found)
 
 
-def _narrowed(weight: Tensor, name: str, kept: Kept) -> Tensor:
+def _narrowed(weight: Tensor, name: str, kept: KeptByDim) -> Tensor:
     """What a cut leaves of a tensor."""
     for dim in range(weight.ndim):
         if (name, dim) in kept:

@@ -39,7 +39,7 @@ from fairpruner.repair.job import Job
 from fairpruner.repair.notes import ROUTED, UNSEEN, USED_ELSEWHERE, Note
 from fairpruner.repair.products import Product, Rows
 from fairpruner.repair.regression import Fit, Halves, JudgedFit, float64, judged_fit
-from fairpruner.repair.tensors import Kept, kept_by_dim, tensors_by_name
+from fairpruner.repair.tensors import KeptByDim, kept_by_dim, tensors_by_name
 from fairpruner.repair.weight_uses import WeightUse, channel_scale, find_weight_uses
 
 POSITIONS = 32  # rows taken of each sample: neighbouring positions add little
@@ -166,7 +166,9 @@ class _Target:
 class _OriginalPass(Interceptor):
     """Takes the targets of all weights from the original model."""
 
-    def __init__(self, model: nn.Module, uses: Mapping[str, WeightUse], kept: Kept, batch: Batch) -> None:
+    def __init__(
+        self, model: nn.Module, uses: Mapping[str, WeightUse], kept: KeptByDim, batch: Batch
+    ) -> None:
         super().__init__(model)
         self._uses, self._kept, self._batch = uses, kept, batch
         self._generator = torch.Generator().manual_seed(batch.position)

@@ -18,13 +18,13 @@ from fairpruner.models.devices import device_of_model
 from fairpruner.models.fingerprint import check_same_model
 from fairpruner.repair.consumers import consumers_of
 from fairpruner.repair.job import first_batch
-from fairpruner.repair.least_squares import Judge, apply, gather, sort_out
+from fairpruner.repair.least_squares import JudgingFit, apply, gather, sort_out
 from fairpruner.repair.notes import Repaired
 from fairpruner.repair.regression import judged_fit, judged_mean
 from fairpruner.repair.tensors import tensors_by_name
 from fairpruner.repair.weight_uses import find_weight_uses
 
-JUDGES: dict[str, Judge] = {"mean": judged_mean, "least_squares": judged_fit}
+JUDGES: dict[str, JudgingFit] = {"mean": judged_mean, "least_squares": judged_fit}
 
 
 class Statistics:

@@ -8,10 +8,10 @@ from fairpruner.core.arrays import Ints
 from fairpruner.core.plan import Plan
 from fairpruner.models.narrowing import kept_indices
 
-Kept = dict[tuple[str, int], Ints]  # (tensor, dim) -> the indices that stay; absent where all stay
+KeptByDim = dict[tuple[str, int], Ints]  # (tensor, dim) -> the indices that stay; absent where all stay
 
 
-def kept_by_dim(plan: Plan) -> Kept:
+def kept_by_dim(plan: Plan) -> KeptByDim:
     """The indices that a cut leaves along each dim of each tensor that loses some."""
     return {
         (tensor, dim): kept
