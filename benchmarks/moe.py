@@ -43,7 +43,7 @@ from routing import DOMAINS, VALIDATION, read_tokens
 from torch import Tensor, nn
 
 import fairpruner as fp
-from fairpruner.evaluation import QUESTION_TASKS, evaluate, perplexity
+from fairpruner.evaluation import TASKS, evaluate, perplexity
 from fairpruner.inputs.hugging_face import pretrained, tokenizer_of
 
 RESULTS = Path(__file__).parent / "results" / "moe.json"
@@ -266,13 +266,13 @@ def asked(task: str, path: Path, tokenizer: Any, size: int) -> list[dict[str, Te
     """
 
     def text(row: Mapping[str, Any]) -> str:
-        question, answer = QUESTION_TASKS[task].prompt(row), QUESTION_TASKS[task].answer(row)
+        question, answer = TASKS[task].prompt(row), TASKS[task].answer(row)
         if not tokenizer.chat_template:
             return f"{question} {answer}"
         talk = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         return str(tokenizer.apply_chat_template(talk, tokenize=False))
 
-    texts = [text(row) for row in QUESTION_TASKS[task].read(path)]
+    texts = [text(row) for row in TASKS[task].read(path)]
     lengths = np.cumsum([len(tokenizer(some, verbose=False)["input_ids"]) for some in texts])
     texts = texts[: int(np.searchsorted(lengths, size)) + 1]
     coded = [
