@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import fairpruner as fp
 from fairpruner.cli import app
 from fairpruner.evaluation import (
-    QUESTION_TASKS,
+    TASKS,
     check_text_unseen,
     evaluate,
     find_files,
@@ -149,8 +149,8 @@ def test_letters_are_read_strictly(text: str, answer: str | None) -> None:
 
 def test_prompts_are_those_of_the_documentation() -> None:
     page = (Path(__file__).parents[1] / "docs" / "moe.md").read_text(encoding="utf-8")
-    assert QUESTION_TASKS["wic"].prompt({"word": "WORD", "sentence1": "FIRST", "sentence2": "SECOND"}) in page
-    assert QUESTION_TASKS["mmlu_pro"].prompt({"question": "QUESTION", "options": ["FIRST", "SECOND"]}) in page
+    assert TASKS["wic"].prompt({"word": "WORD", "sentence1": "FIRST", "sentence2": "SECOND"}) in page
+    assert TASKS["mmlu_pro"].prompt({"question": "QUESTION", "options": ["FIRST", "SECOND"]}) in page
 
 
 def test_outcomes_are_those_counted_by_hand(tmp_path: Path) -> None:
@@ -238,12 +238,12 @@ def test_files_are_found_and_read_in_every_form(tmp_path: Path) -> None:
         "mmlu_pro": "mmlu_pro_test.jsonl.xz",
         "wic": "wic_validation.jsonl",
     }
-    assert QUESTION_TASKS["mmlu_pro"].read(found["mmlu_pro"]) == MMLU_PRO
+    assert TASKS["mmlu_pro"].read(found["mmlu_pro"]) == MMLU_PRO
     assert find_files(["wic"], f"wic={tmp_path / 'other.jsonl'}") == {"wic": tmp_path / "other.jsonl"}
     parquet = pytest.importorskip("pyarrow.parquet")
     arrow = pytest.importorskip("pyarrow")
     parquet.write_table(arrow.Table.from_pylist(MMLU_PRO), tmp_path / "mmlu.parquet")
-    assert QUESTION_TASKS["mmlu_pro"].read(tmp_path / "mmlu.parquet") == MMLU_PRO
+    assert TASKS["mmlu_pro"].read(tmp_path / "mmlu.parquet") == MMLU_PRO
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_files_are_found_and_read_in_every_form(tmp_path: Path) -> None:
 )
 def test_items_that_make_no_sense_are_refused(rows: Any, task: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(fp.FairprunerError, match=message):
-        QUESTION_TASKS[task].read(write(rows, tmp_path / "items.jsonl"))
+        TASKS[task].read(write(rows, tmp_path / "items.jsonl"))
 
 
 def test_an_unknown_task_and_a_missing_package_are_told(

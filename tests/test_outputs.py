@@ -273,7 +273,7 @@ def become_a_file(place: Path) -> None:
         (add_folder, "holds runs, which fairpruner did not write"),
         (become_an_original_model, "holds no plan.json of fairpruner"),
         (put_a_plan_into_an_original_model, "holds model.safetensors, which fairpruner did not write"),
-        (become_a_file, "is no pruned model that fairpruner wrote"),
+        (become_a_file, "is not a pruned model that fairpruner wrote"),
     ],
 )
 def test_force_never_replaces_what_fairpruner_did_not_write(

@@ -494,7 +494,7 @@ def path(request: pytest.FixtureRequest, folder: Path) -> Path:
     ("damage", "message"),
     [
         (truncate, "is not a complete"),
-        (replace_by_text, r"is no (safetensors|JSON) file"),
+        (replace_by_text, r"is not a complete (safetensors|JSON) file"),
         (lambda p: p.unlink(), "Cannot read"),
         (
             lambda p: edit(p, lambda c: c.update(version=2)),

@@ -16,7 +16,7 @@ import fairpruner as fp
 from fairpruner.cli.common import AsJson, BatchSize, Device, app, parse_names, show, trained
 from fairpruner.errors import FairprunerError
 from fairpruner.evaluation import (
-    QUESTION_TASKS,
+    TASKS,
     Perplexity,
     TaskResult,
     check_text_unseen,
@@ -46,7 +46,7 @@ def evaluate_models(
             ),
         ),
     ],
-    tasks: Annotated[str | None, typer.Option(help=f"One or several of {', '.join(QUESTION_TASKS)}.")] = None,
+    tasks: Annotated[str | None, typer.Option(help=f"One or several of {', '.join(TASKS)}.")] = None,
     data: Annotated[
         str | None,
         typer.Option(

@@ -50,8 +50,8 @@ def _check_replaceable(path: Path, kind: str) -> None:
     found = kind_of(path)
     if found != kind:
         raise FairprunerError(
-            f"{path} is no {kind} that fairpruner wrote, so --force does not replace it: choose another name,"
-            " or remove it yourself."
+            f"{path} is not a {kind} that fairpruner wrote, so --force does not replace it: choose another"
+            " name, or remove it yourself."
         )
     if kind_of(path.parent / "model.safetensors") == "model" and path.name == PLAN:
         raise FairprunerError(f"{path} belongs to the pruned model in its folder: choose another name.")

@@ -52,46 +52,13 @@ def discover(
     """
     check_has_numbers(model)
     with plain_experts(model):
-        return _discover(model, [example, *more_examples], kinds, skip)
+        return _discover(model, [example, *more_examples], DEFAULT_KINDS if kinds is None else kinds, skip)
 
 
-def _discover(
-    model: nn.Module, examples: Sequence[Any], kinds: Sequence[str] | None, skip: Sequence[str]
-) -> Spaces:
-    blocks = expert_blocks(model)
-    experts = [expert_space(model, block, examples[0]) for block in blocks]
-    whole = {
-        space.name: f"routing needs all of its {space.size} experts"
-        for space in experts
-        if space.min_keep == space.size
-    }
-    removable = [space for space in experts if space.name not in whole]
-    norms = rms_norms(model, examples[0]).values() if "stream" in (kinds or ()) else ()
-    with as_scales(model, norms):
-        seen = trace(model, examples, removable)
-    assembled, fixed = assemble(seen, model)
-    stream: UnitSpace | None = None
-    if "stream" in (kinds or ()):
-        assembled, stream, why = with_stream(assembled, norms)
-        fixed = {**fixed, **why}
-    fused = {block.experts for block in blocks}
-    found = [aligned(space, fused) for space in assembled]
-    stream = None if stream is None else aligned(stream, fused)
-    unused = {module_of(name): UNUSED for name in seen.unmet}
-    left_out = {**unused, **fixed, **whole, **unsupported_experts(model)}
-    residual, kept = block_space(model, examples, skip) if "block" in (kinds or ()) else (None, {})
-    chosen = Spaces(
-        (*as_data_flows((*found, *removable), seen), *(s for s in (stream, residual) if s is not None)),
-        {**left_out, **kept},
-        CostModel((), (), ()),
-        fingerprint(model),
-    ).only(DEFAULT_KINDS if kinds is None else kinds, skip)
-    sound, failed = verify(model, examples, [space for space in chosen if space.kind != "block"])
-    if residual is not None and residual.name in chosen.names:
-        together = [*sound, residual]
-        wrong = Check(model, examples, together).failure(together)
-        sound = together if wrong is None else sound
-        failed |= {} if wrong is None else {residual.name: wrong.reason}
+def _discover(model: nn.Module, examples: Sequence[Any], kinds: Sequence[str], skip: Sequence[str]) -> Spaces:
+    found, seen = _found(model, examples, kinds, skip)
+    chosen = found.only(kinds, skip)
+    sound, failed = _verified(model, examples, chosen)
     left_out = {**chosen.left_out, **{name: _explained(reason, seen) for name, reason in failed.items()}}
     if not sound:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in list(left_out.items())[:5])
@@ -106,6 +73,60 @@ def _discover(
         costs=cost_model(seen, sound, model, cached_layers(model, examples[0])),
         examples=record(list(examples)),
     )
+
+
+def _found(
+    model: nn.Module, examples: Sequence[Any], kinds: Sequence[str], skip: Sequence[str]
+) -> tuple[Spaces, Trace]:
+    """All spaces of the model before they are verified, still without costs, and the trace."""
+    blocks = expert_blocks(model)
+    experts = [expert_space(model, block, examples[0]) for block in blocks]
+    removable = [space for space in experts if space.min_keep < space.size]
+    whole = {
+        space.name: f"routing needs all of its {space.size} experts"
+        for space in experts
+        if space not in removable
+    }
+    norms = rms_norms(model, examples[0]).values() if "stream" in kinds else ()
+    with as_scales(model, norms):
+        seen = trace(model, examples, removable)
+    unused = {module_of(name): UNUSED for name in seen.unmet}
+    traced, fixed = assemble(seen, model)
+    left_out = {**unused, **fixed}
+    last: list[UnitSpace] = []
+    if "stream" in kinds:
+        traced, stream, why = with_stream(traced, norms)
+        last += [] if stream is None else [stream]
+        left_out |= why
+    left_out |= {**whole, **unsupported_experts(model)}
+    fused = {block.experts for block in blocks}
+    spaces = as_data_flows([*(aligned(space, fused) for space in traced), *removable], seen)
+    last = [aligned(space, fused) for space in last]
+    if "block" in kinds:
+        residual, kept = block_space(model, examples, skip)
+        last += [] if residual is None else [residual]
+        left_out |= kept
+    return Spaces((*spaces, *last), left_out, CostModel((), (), ()), fingerprint(model)), seen
+
+
+def _verified(
+    model: nn.Module, examples: Sequence[Any], chosen: Spaces
+) -> tuple[list[UnitSpace], dict[str, str]]:
+    """The spaces whose cut is correct, and name -> reason for the others.
+
+    Each residual block was verified when it was found. Here the blocks are verified together with all other
+    spaces.
+    """
+    blocks = [space for space in chosen if space.kind == "block"]
+    sound, failed = verify(model, examples, [space for space in chosen if space.kind != "block"])
+    for space in blocks:
+        together = [*sound, space]
+        wrong = Check(model, examples, together).failure(together)
+        if wrong is None:
+            sound = together
+        else:
+            failed[space.name] = wrong.reason
+    return sound, failed
 
 
 def _explained(reason: str, seen: Trace) -> str:

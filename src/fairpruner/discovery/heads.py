@@ -97,6 +97,7 @@ def _same(a: Count, b: Count) -> bool:
 
 
 def _candidates(space: UnitSpace, model: nn.Module) -> list[SizeCandidate]:
+    """Every attribute near a space that may count its heads or their width."""
     found: list[SizeCandidate] = []
     for path in dict.fromkeys(_nearby(space)):
         module = model.get_submodule(path)
@@ -106,20 +107,27 @@ def _candidates(space: UnitSpace, model: nn.Module) -> list[SizeCandidate]:
             continue
         mentioned = names_in_code(type(module))
         for attribute, value in _whole_numbers(module):
-            name = attribute.rpartition(".")[2]
-            used = mentioned is None or set(attribute.split(".")) <= mentioned
-            if not used and ("head" not in name or "." in attribute):
-                continue
-            a_size = any(word in name for word in SIZES)
-            if (owner := _widths(space, value)) is not None:
-                found.append(SizeCandidate(Count(path, attribute, owner), a_size))
-            elif (owner := _shares(space.size, value)) is not None and (
-                space.kind == "head" or value == space.size
-            ):
-                counts_heads = "head" in name or value == space.size
-                guessed = counts_heads and not a_size and _writes(space, path)
-                found.append(SizeCandidate(Count(path, attribute, owner), guessed))
+            named_after_heads = "head" in attribute and "." not in attribute  # a dot: from a configuration
+            if mentioned is None or set(attribute.split(".")) <= mentioned or named_after_heads:
+                candidate = _candidate(space, path, attribute, value)
+                found += [] if candidate is None else [candidate]
     return found
+
+
+def _candidate(space: UnitSpace, path: str, attribute: str, value: int) -> SizeCandidate | None:
+    """The attribute of a module as a candidate, if its value is a width of heads or a number of heads."""
+    name = attribute.rpartition(".")[2]
+    named_as_size = any(word in name for word in SIZES)
+    owner = _widths(space, value)
+    if owner is not None:
+        return SizeCandidate(Count(path, attribute, owner), named_as_size)
+    owner = _shares(space.size, value)
+    if owner is None or (space.kind != "head" and value != space.size):
+        return None
+    counts_heads = "head" in name or value == space.size
+    return SizeCandidate(
+        Count(path, attribute, owner), counts_heads and not named_as_size and _writes(space, path)
+    )
 
 
 def _whole_numbers(module: nn.Module) -> Iterator[tuple[str, int]]:

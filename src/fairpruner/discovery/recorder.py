@@ -117,9 +117,7 @@ class Recorder:
 
     def count(self, attribute: str, value: int, ids: Ints) -> None:
         """Record that an attribute of the running module counts these ids, if it has this value."""
-        for module in reversed(
-            self.running[-2:]
-        ):  # the module that called a helper module is one level above
+        for module in reversed(self.running[-2:]):  # a helper may run inside the module with the attribute
             if id(module) in self._modules and getattr(module, attribute, None) == value:
                 self.size_attributes.append(SizeAttribute(self._modules[id(module)], attribute, ids))
                 return
@@ -131,11 +129,14 @@ class Recorder:
 
     def finish_experts(self, model: nn.Module) -> dict[str, Axis]:
         """Treat experts that no token chose like the others of their list; returns the axis of each list."""
+        # An axis for each list: its indices are the experts.
         lists = {name: self.new_axis(name, 0, len(listed)) for name, listed in self._experts.lists.items()}
+        # Ids for parameters of experts that the forward pass has not used.
         routed = {name for name, _ in self._experts.axes}
         for name, parameter in model.named_parameters():
             if name in routed:
                 self.named_shadow(parameter)
+        # Parameters at the same place in all experts of a list get the usage of all of them together.
         axes: dict[str, list[Axis]] = {}
         for axis in self.ids.axes:
             axes.setdefault(axis.tensor, []).append(axis)

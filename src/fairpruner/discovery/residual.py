@@ -67,7 +67,7 @@ class Node:
 
     number: int
     name: str  # of the operation
-    arguments: tuple[int | None, ...]  # the nodes of its arguments by position; None for what is no tensor
+    arguments: tuple[int | None, ...]  # the nodes of its arguments by position; None: not a tensor
     parents: tuple[int, ...]  # all nodes that it read
     parameter: str = ""  # the name, if it is a parameter or computed from one alone
     activation: bool = False  # whether it depends on the model's input

@@ -2,11 +2,11 @@
 
 from fairpruner.evaluation.perplexity import Perplexity, perplexity, read_tokens
 from fairpruner.evaluation.running import TaskResult, evaluate
-from fairpruner.evaluation.tasks import QUESTION_TASKS, QuestionTask, find_files
+from fairpruner.evaluation.tasks import TASKS, QuestionTask, find_files
 from fairpruner.evaluation.unseen import check_text_unseen
 
 __all__ = [
-    "QUESTION_TASKS",
+    "TASKS",
     "Perplexity",
     "QuestionTask",
     "TaskResult",

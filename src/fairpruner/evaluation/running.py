@@ -12,7 +12,7 @@ import numpy as np
 from torch import nn
 
 from fairpruner.errors import FairprunerError, import_extra, unknown
-from fairpruner.evaluation.tasks import QUESTION_TASKS, QuestionTask
+from fairpruner.evaluation.tasks import TASKS, QuestionTask
 from fairpruner.evaluation.unseen import check_unseen
 from fairpruner.inputs.datasets import draw_balanced
 from fairpruner.inputs.text import Row
@@ -49,19 +49,16 @@ def evaluate(
     `calibration` is the file that the scores were made from: an error is raised if it contains an item.
     """
     for name in files:
-        if name not in QUESTION_TASKS:
-            raise unknown("task", name, QUESTION_TASKS)
-    items = {
-        name: _drawn(QUESTION_TASKS[name], QUESTION_TASKS[name].read(Path(path)), limit)
-        for name, path in files.items()
-    }
+        if name not in TASKS:
+            raise unknown("task", name, TASKS)
+    items = {name: _drawn(TASKS[name], TASKS[name].read(Path(path)), limit) for name, path in files.items()}
     if calibration is not None:
         for name, path in files.items():
-            check_unseen(items[name], QUESTION_TASKS[name].texts, path, calibration)
+            check_unseen(items[name], TASKS[name].texts, path, calibration)
     results = {}
     for name, rows in items.items():
-        answers = _answers(model, tokenizer, QUESTION_TASKS[name], rows=rows, batch_size=batch_size)
-        results[name] = _result(QUESTION_TASKS[name], rows, np.array(answers, dtype=bool))
+        answers = _answers(model, tokenizer, TASKS[name], rows=rows, batch_size=batch_size)
+        results[name] = _result(TASKS[name], rows, np.array(answers, dtype=bool))
     return results
 
 

@@ -109,7 +109,7 @@ def parse_letter(text: str, row: Row) -> str | None:
     return None
 
 
-QUESTION_TASKS: dict[str, QuestionTask] = {
+TASKS: dict[str, QuestionTask] = {
     "wic": QuestionTask(
         "wic",
         "validation",
@@ -140,11 +140,11 @@ def find_files(tasks: Sequence[str], data: str | Path) -> dict[str, Path]:
     wic_validation.jsonl.
     """
     for name in tasks:
-        if name not in QUESTION_TASKS:
-            raise unknown("task", name, QUESTION_TASKS)
+        if name not in TASKS:
+            raise unknown("task", name, TASKS)
     folder = Path(data)
     if folder.is_dir():
-        found = {name: sorted(folder.glob(f"{name}_{QUESTION_TASKS[name].split}.*")) for name in tasks}
+        found = {name: sorted(folder.glob(f"{name}_{TASKS[name].split}.*")) for name in tasks}
         given = {name: files[0] for name, files in found.items() if files}
     else:
         pairs = [part.partition("=") for part in str(data).split(",")]
@@ -152,8 +152,7 @@ def find_files(tasks: Sequence[str], data: str | Path) -> dict[str, Path]:
     for name in tasks:
         if name not in given:
             raise FairprunerError(
-                f"No data for task {name} in {data}: expected a folder with"
-                f" {name}_{QUESTION_TASKS[name].split}.jsonl"
+                f"No data for task {name} in {data}: expected a folder with {name}_{TASKS[name].split}.jsonl"
                 f" (.jsonl.xz, .csv, .parquet), or {name}=FILE."
             )
     return {name: given[name] for name in tasks}

@@ -77,7 +77,7 @@ def watching_block_slopes(model: nn.Module, space: UnitSpace, visit: BlockVisito
 
 @contextmanager
 def without_block(model: nn.Module, space: UnitSpace, unit: int) -> Iterator[None]:
-    """Inside, one block of the model itself adds zero to its stream."""
+    """Inside, one block of this model adds zero to its stream; the model is not copied."""
     _, last = _ends(space, unit)
 
     def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:

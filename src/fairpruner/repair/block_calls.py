@@ -1,8 +1,8 @@
-"""What one block of a cut model is called with, batch by batch, and what it should return.
+"""The inputs of one block of a cut model, batch by batch, and the output that it should return.
 
-With the block's output returned, the model should continue as the original does. Where the output is added
-to a residual stream, z = block + r in the cut model and z* in the original, the block should return z* - r:
-it then also undoes the error of the stream.
+The block should return what lets the model continue as the original does. If its output is added to a
+residual stream r, the cut model has z = block + r and the original has z*. Then the block should return
+z* - r, which also corrects the error of the stream.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def caller_of(block: ExpertBlock) -> str:
 
 @dataclass(frozen=True, eq=False)
 class BlockCall:
-    """What a block is called with in one batch, and what it should return."""
+    """The arguments of a block in one batch, and the output that it should return."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -49,7 +49,7 @@ class BlockCall:
 
 
 class BlockCalls:
-    """The calls of a block, batch by batch; held from the first iteration on, as far as there is room."""
+    """The calls of a block, batch by batch; the first iteration keeps them as far as there is room."""
 
     def __init__(self, job: Job, block: ExpertBlock) -> None:
         self._job, self._path = job, caller_of(block)
@@ -83,7 +83,7 @@ class BlockCalls:
 
 @dataclass(frozen=True, eq=False)
 class _Observed:
-    """What a block was called with, what it returned, and the sum that this was added into."""
+    """The arguments and the output of a block, and the sum that its output was added into."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -92,7 +92,7 @@ class _Observed:
 
 
 class _Seen(BaseException):
-    """Ends a forward pass once enough was seen; no Exception, so that no handler on the way catches it."""
+    """Ends a forward pass early; it is a BaseException, so that the model's handlers do not catch it."""
 
 
 class _UntilAddition(TorchCalls):

@@ -1,6 +1,6 @@
-"""Predict what was removed from what was kept, and add the prediction to the consumers' weights.
+"""Predict removed units from kept units, and add the prediction to the weights that read them.
 
-Only the original model is looked at, so what is gathered from it serves every plan.
+Only the original model is observed, so one collection of sums serves every plan.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ JudgingFit = Callable[[Halves, bool], JudgedFit]
 
 
 def predict_removed(job: Job, judge: JudgingFit) -> list[Note]:
-    """Add to every consumer in the cut model what the removed units gave it, as far as the kept ones show."""
+    """Add to every consumer in the cut model the prediction of what the removed units gave it."""
     spaces = [space for space in job.plan.spaces if job.plan.removed[space.name]]
     uses = find_weight_uses(job.model, next(job.read()))
-    left = tensors_by_name(job.small)  # a removed block takes its consumers with it
+    left = tensors_by_name(job.small)  # without the consumers inside removed blocks
     consumers = [consumer for consumer in consumers_of(spaces, job.model) if consumer.name in left]
     usable, notes = sort_out(consumers, uses, job.model)
     for group in _groups(usable):
@@ -68,7 +68,7 @@ def sort_out(
 
 
 def _groups(consumers: Iterable[Consumer]) -> Iterator[list[Consumer]]:
-    """Consumers whose moments are held together: as many as there is room for, or a single large one."""
+    """Groups of consumers whose moments fit in memory together; a very large one is a group by itself."""
     group: list[Consumer] = []
     room = MOST_NUMBERS
     for consumer in consumers:
@@ -82,7 +82,7 @@ def _groups(consumers: Iterable[Consumer]) -> Iterator[list[Consumer]]:
 
 
 def gather(model: nn.Module, consumers: Iterable[Consumer], batches: Iterable[Batch]) -> dict[str, Moments]:
-    """The moments of all these consumers, in one sweep over the data."""
+    """The moments of all these consumers, in one pass over the data."""
     moments: dict[str, Moments] = {}
     by_name = {consumer.name: consumer for consumer in consumers}
     for batch in batches:
@@ -135,7 +135,7 @@ def apply(small: nn.Module, plan: Plan, moments: Moments, offset: Offset | None,
 
 
 def _narrowed(weight: Tensor, name: str, kept: KeptByDim) -> Tensor:
-    """What a cut leaves of a tensor."""
+    """The part of a tensor that a cut keeps."""
     for dim in range(weight.ndim):
         if (name, dim) in kept:
             weight = weight.index_select(dim, torch.from_numpy(kept[name, dim]).to(weight.device))

@@ -28,14 +28,14 @@ JUDGES: dict[str, JudgingFit] = {"mean": judged_mean, "least_squares": judged_fi
 
 
 class Statistics:
-    """Second moments of what the consumers of all prunable units read in the original model.
+    """Second moments of the inputs of all weights that read prunable units, in the original model.
 
-    They are gathered in one forward pass. Each repair then only solves small systems of equations, so many
+    They are collected in one forward pass. Each repair then only solves small systems of equations, so many
     plans can be tried. The model must not change in between.
     """
 
     def __init__(self, model: nn.Module, spaces: Spaces, data: Iterable[Any]) -> None:
-        """Gather them for all units of `spaces`; memory holds the squared channels of each consumer.
+        """Collect them for all units of `spaces`; a consumer of C channels needs C² numbers of memory.
 
         >>> import fairpruner as fp
         >>> net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)).double()  # 8 units that 4 inputs determine
