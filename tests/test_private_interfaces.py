@@ -95,6 +95,7 @@ def test_transformers_has_what_transformers_private_uses() -> None:
     for name in ("WeightRenaming", "WeightConverter", "rename_source_key", "revert_weight_conversion"):
         assert hasattr(loading, name), name
     assert hasattr(importlib.import_module("transformers.conversion_mapping"), "get_model_conversion_mapping")
+    assert callable(transformers.PreTrainedModel._init_weights)
     assert "GPT2LMHeadModel" in transformers.AutoModelForCausalLM._model_mapping._model_mapping.values()
 
 

@@ -19,6 +19,7 @@ from fairpruner.core.units import UnitSpace
 from fairpruner.discovery import discover
 from fairpruner.errors import FairprunerError, FairprunerWarning
 from fairpruner.files.folders import load, save
+from fairpruner.inputs.streamed import Streamed
 from fairpruner.measuring import Measurement, latency_table, measure
 from fairpruner.models.counting import count_flops, count_params
 from fairpruner.pipeline import prune
@@ -60,6 +61,7 @@ __all__ = [  # noqa: RUF022 (in the order of the pipeline)
     "Trial",
     "Scores",
     "Spaces",
+    "Streamed",
     "UnitSpace",
     "ConflictCurve",
     "Report",

@@ -23,6 +23,7 @@ from fairpruner.core.latency import LatencyTable
 from fairpruner.core.units import KINDS
 from fairpruner.errors import FairprunerError, FairprunerWarning
 from fairpruner.inputs.sources import PRETRAINED, is_zoo, load_model
+from fairpruner.inputs.streamed import Streamed
 from fairpruner.inputs.workers import naming_dead_workers
 from fairpruner.models.devices import device_of_process
 from fairpruner.terminal import Printable
@@ -31,7 +32,7 @@ from fairpruner.terminal.interrupts import STOPPED, interruptible
 
 @contextmanager
 def plain_warnings() -> Iterator[None]:
-    """Inside the block, warnings of fairpruner are printed as one sentence, without their line of code."""
+    """Inside the block, warnings of fairpruner are printed as one sentence, without a line of code."""
     usual = warnings.formatwarning
 
     def plain(
@@ -186,11 +187,26 @@ Protection = Annotated[
 BatchSize = Annotated[int, typer.Option(help="Samples per batch.")]
 Device = Annotated[str, typer.Option(help="The device that the model runs on: cpu, cuda, mps, …")]
 Force = Annotated[bool, typer.Option("--force", help="Replace an output that fairpruner wrote before.")]
+Stream = Annotated[
+    bool,
+    typer.Option(
+        "--stream", help="Read an hf: folder layer by layer, for a model larger than memory; see --work."
+    ),
+]
+Work = Annotated[
+    Path | None,
+    typer.Option(
+        help=(
+            "With --stream: a folder on a disk with room, removed at the end. A command that was killed"
+            " continues from it. By default the output's name with .work."
+        )
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
 def trained(source: str, weights: str | None, device: str = "cpu") -> nn.Module:
-    """The model that a source names, with its weights, on a device; prints a note if they are random."""
+    """The model that a source names, with its weights, on a device; notes if the weights are random."""
     if is_zoo(source) and weights is None:
         print(
             f"Note: {source} has random weights here; give --weights FILE, or --weights {PRETRAINED}.",
@@ -201,6 +217,20 @@ def trained(source: str, weights: str | None, device: str = "cpu") -> nn.Module:
         return net.to(device_of_process(device))
     except (RuntimeError, AssertionError) as error:  # the exceptions of torch for a missing device
         raise FairprunerError(f"The model cannot be put on the device {device!r}: {error}") from error
+
+
+def streamed(source: str, work: Path, weights: str | None = None, device: str = "cpu") -> Streamed:
+    """The model of an hf: folder that is read layer by layer; notes what it takes on disk."""
+    if weights is not None or device != "cpu":
+        raise FairprunerError(
+            "--stream computes on the CPU, with the weights of an hf: folder: leave out --weights, --device."
+        )
+    return Streamed(source, work=work, say=lambda sentence: print(f"Note: {sentence}", file=sys.stderr))
+
+
+def beside(output: Path, work: Path | None) -> Path:
+    """The work folder of a command: the given one, or one beside its output."""
+    return work or output.with_name(f"{output.name}.work")
 
 
 def is_first() -> bool:

@@ -13,7 +13,19 @@ import typer
 from rich.console import Group
 
 import fairpruner as fp
-from fairpruner.cli.common import AsJson, BatchSize, Device, app, parse_names, show, trained
+from fairpruner.cli.common import (
+    AsJson,
+    BatchSize,
+    Device,
+    Stream,
+    Work,
+    app,
+    beside,
+    parse_names,
+    show,
+    streamed,
+    trained,
+)
 from fairpruner.errors import FairprunerError
 from fairpruner.evaluation import (
     TASKS,
@@ -33,7 +45,10 @@ Results = dict[str, dict[str, TaskResult | Perplexity]]  # model -> task or text
 
 @app.command(
     name="evaluate",
-    epilog="Example: fairpruner evaluate hf:small --tasks wic,mmlu_pro --data texts --limit 200",
+    epilog=(
+        "Examples: fairpruner evaluate hf:small --tasks wic,mmlu_pro --data texts --limit 200; fairpruner"
+        " evaluate hf:large --stream --text text.txt"
+    ),
 )
 def evaluate_models(
     models: Annotated[
@@ -67,6 +82,8 @@ def evaluate_models(
         typer.Option(help="The file that the scores were made from; items that are in it are refused."),
     ] = None,
     batch_size: BatchSize = 8,
+    stream: Stream = False,
+    work: Work = None,
     device: Device = "cpu",
     as_json: AsJson = False,
 ) -> None:
@@ -74,6 +91,10 @@ def evaluate_models(
     if (tasks is None) != (data is None) or (tasks is None and text is None):
         raise FairprunerError(
             "There is nothing to evaluate: give --tasks together with --data, or --text, or both."
+        )
+    if tasks is not None and stream:
+        raise FairprunerError(
+            "Tasks generate text with the whole model, which --stream does not load: give --text alone."
         )
     files = find_files(parse_names(tasks), data) if tasks and data else {}
     if text is not None and calibration is not None:
@@ -83,10 +104,12 @@ def evaluate_models(
     for source in models:
         if not is_source(source):
             raise FairprunerError(f"{source} has no tokenizer: give a Hugging Face model, hf:FOLDER.")
-        net, tokenizer = trained(source, None, device), tokenizer_of(place_of(source))
+        tokenizer = tokenizer_of(place_of(source))
+        large = streamed(source, beside(Path(place_of(source)), work), None, device) if stream else None
+        net = trained(source, None, device) if large is None else large.model
         if not is_causal(net):
             raise FairprunerError(
-                f"{type(net).__name__} is not a causal language model, so it cannot generate answers: give a"
+                f"{type(net).__name__} is no causal language model, so it cannot generate answers: give a"
                 " model that predicts the next token."
             )
         sizes[source] = fp.count_params(net)
@@ -95,7 +118,7 @@ def evaluate_models(
         )
         if text is not None:
             found[text.name] = perplexity(
-                net, read_tokens(text, tokenizer), length=length, batch_size=batch_size
+                large or net, read_tokens(text, tokenizer), length=length, batch_size=batch_size
             )
     usual, count = Counter(sizes.values()).most_common(1)[0]
     same_size = [source for source, size in sizes.items() if size == usual] if count > 1 else []

@@ -24,8 +24,11 @@ from fairpruner.cli.common import (
     Rule,
     ScoresFile,
     Skip,
+    Stream,
     Weights,
+    Work,
     app,
+    beside,
     is_first,
     parse_budget,
     parse_multiple,
@@ -35,6 +38,7 @@ from fairpruner.cli.common import (
     parse_shape,
     read_latency,
     show,
+    streamed,
     trained,
 )
 from fairpruner.cli.outputs import check_output
@@ -52,7 +56,12 @@ from fairpruner.models.devices import device_of_model
 from fairpruner.terminal import Printable
 
 
-@app.command(epilog="Example: fairpruner discover torchvision:resnet18 --skip layer4")
+@app.command(
+    epilog=(
+        "Examples: fairpruner discover torchvision:resnet18 --skip layer4; fairpruner discover hf:large"
+        " --stream"
+    )
+)
 def discover(
     model: Model,
     weights: Weights = None,
@@ -68,10 +77,12 @@ def discover(
     length: Length = 128,
     skip: Skip = None,
     kinds: Kinds = None,
+    stream: Stream = False,
     as_json: AsJson = False,
 ) -> None:
     """Show what can be removed from a model, and why other parts cannot."""
-    net = load_model(model, weights)
+    large = streamed(model, Path(), weights) if stream else None  # discovery keeps nothing on disk
+    net = load_model(model, weights) if large is None else large.model
     if data is not None:
         data_options = DataOptions(samples=1, size=size, text_column=text_column, length=length)
         example = example_of(data_options.read(model, net, data), torch.device("cpu"))
@@ -81,14 +92,14 @@ def discover(
             raise FairprunerError(
                 f"The input shape of {model} is unknown: give --shape, such as --shape 3,32,32, or --data."
             )
-    spaces = fp.discover(net, example, kinds=parse_names(kinds) if kinds else None, skip=skip or ())
+    spaces = fp.discover(large or net, example, kinds=parse_names(kinds) if kinds else None, skip=skip or ())
     show(show_spaces(spaces), as_json)
 
 
 @app.command(
     epilog=(
-        "Example: fairpruner score net.py:build --weights net.safetensors --data digits.npz --removal"
-        " wasserstein,l1 -o scores.safetensors"
+        "Examples: fairpruner score net.py:build --weights net.safetensors --data digits.npz --removal"
+        " wasserstein,l1 -o scores.safetensors; fairpruner score hf:large --stream --data text.jsonl"
     )
 )
 @reads_data
@@ -126,6 +137,8 @@ def score(
     data_options: DataOptions = CALIBRATION,
     skip: Skip = None,
     kinds: Kinds = None,
+    stream: Stream = False,
+    work: Work = None,
     device: Device = "cpu",
     force: Force = False,
     as_json: AsJson = False,
@@ -136,22 +149,24 @@ def score(
             f"Found --task {task} and --loss {loss}, expected one of them: a loss replaces that of the task."
         )
     check_output(output, "scores", model, data, weights, force=force)
-    net = trained(model, weights, device)
+    large = streamed(model, beside(output, work), weights, device) if stream else None
+    net = trained(model, weights, device) if large is None else large.model
     if is_rows(data) and data_options.label_column is None and not is_causal(net):
         raise FairprunerError(
-            f"{type(net).__name__} is not a causal language model, so its texts need classes: give"
+            f"{type(net).__name__} is no causal language model, so its texts need classes: give"
             " --label-column."
         )
     batches = data_options.read(model, net, data)
+    at = device_of_model(net) if large is None else torch.device("cpu")
     spaces = fp.discover(
-        net,
-        example_of(batches, device_of_model(net), net),
+        large or net,
+        example_of(batches, at, net),
         kinds=parse_names(kinds) if kinds else None,
         skip=skip or (),
     )
     removals, protections = (parse_names(names) if names else None for names in (removal, protection))
     scores = fp.score(
-        net,
+        large or net,
         batches,
         spaces=spaces,
         removal=removals,

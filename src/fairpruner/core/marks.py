@@ -1,4 +1,4 @@
-"""Marks in the files that fairpruner wrote: `--force` replaces only files with such a mark."""
+"""Marks of the files that fairpruner wrote, because `--force` replaces only those."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One forward pass in which every operation of torch is also applied to shadows, which follow the units."""
+"""One forward pass with shadows: what the model does with every unit, seen below its Python code."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class OperationCost:
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """The result of tracing."""
+    """All that the forward pass showed."""
 
     partition: Partition
     costs: tuple[OperationCost, ...]
@@ -90,9 +90,8 @@ class ShadowMode(TorchDispatchMode):
 
 
 def trace(model: nn.Module, examples: Sequence[Any], experts: Sequence[UnitSpace] = ()) -> Trace:
-    """Run the model once on each example, and follow the indices of every parameter through it.
-
-    The dimension that counts experts is not followed. Costs are those of the first example.
+    """Run the model once on each example and follow the indices of every parameter through it, except
+    which expert they belong to. Costs are those of the first example.
     """
     lists = ExpertLists(model, experts)
     recorder = Recorder(model, lists)
@@ -124,10 +123,8 @@ def trace(model: nn.Module, examples: Sequence[Any], experts: Sequence[UnitSpace
 
 
 def _shared_out(cost: OperationCost, lists: ExpertLists, axes: dict[str, Axis]) -> OperationCost:
-    """The cost of one operation; that of an expert that sees all tokens is 0 without this expert.
-
-    Where each token goes to some experts only, the others take over the tokens of a removed expert, and the
-    cost does not change.
+    """The cost of an expert that sees all tokens depends on that expert being kept; of other experts it
+    does not, since the tokens of a removed expert go to the others.
     """
     if cost.expert is None or not lists.all_see_all(cost.expert[0]):
         return cost
@@ -137,7 +134,7 @@ def _shared_out(cost: OperationCost, lists: ExpertLists, axes: dict[str, Axis]) 
 
 @contextmanager
 def _watching_modules(recorder: Recorder, experts: ExpertLists) -> Iterator[None]:
-    """Record which modules are running, through global hooks, so that the user's model gets no hooks."""
+    """Know which modules are running, through global hooks, so that the user's model gets none."""
 
     def enter(module: nn.Module, inputs: Any) -> None:
         recorder.running.append(module)

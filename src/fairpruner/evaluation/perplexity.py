@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from fairpruner.errors import FairprunerError
+from fairpruner.inputs.batches import Batch
 from fairpruner.inputs.data_files import read_bytes
+from fairpruner.inputs.streamed import ORIGINAL, Streamed
+from fairpruner.inputs.walking import walking
 from fairpruner.models.calling import call, evaluating
 from fairpruner.models.devices import device_of_model
 
@@ -44,7 +48,9 @@ def read_tokens(path: str | Path, tokenizer: Any) -> Tensor:
 
 
 @torch.no_grad()
-def perplexity(model: nn.Module, tokens: Tensor, *, length: int = 512, batch_size: int = 8) -> Perplexity:
+def perplexity(
+    model: nn.Module | Streamed, tokens: Tensor, *, length: int = 512, batch_size: int = 8
+) -> Perplexity:
     """The perplexity of tokens [T], split into windows of `length` tokens; the last may be shorter.
 
     The model predicts every token of a window but the first, from the tokens before it in that window. The
@@ -55,7 +61,8 @@ def perplexity(model: nn.Module, tokens: Tensor, *, length: int = 512, batch_siz
     >>> print(perplexity(Uniform(), torch.arange(7), length=4))
     perplexity 10.000 over 5 tokens in 2 windows of 4
     """
-    limit = getattr(getattr(model, "config", None), "max_position_embeddings", None) or math.inf
+    config = getattr(model.model if isinstance(model, Streamed) else model, "config", None)
+    limit = getattr(config, "max_position_embeddings", None) or math.inf
     if not 2 <= length <= limit:
         raise FairprunerError(
             f"length is {length}, expected at least 2 and at most the {limit} positions of the model."
@@ -63,18 +70,30 @@ def perplexity(model: nn.Module, tokens: Tensor, *, length: int = 512, batch_siz
     windows = [window for window in tokens.split(length) if window.numel() > 1]
     if not windows:
         raise FairprunerError(f"The text has {tokens.numel()} tokens, expected at least 2.")
-    device = device_of_model(model)
+    whole = [window for window in windows if window.numel() == length]
+    batches = [torch.stack(whole[i : i + batch_size]) for i in range(0, len(whole), batch_size)]
+    batches += [window[None] for window in windows[len(whole) :]]
     total, predicted = 0.0, 0
-    with evaluating(model):
-        whole = [window for window in windows if window.numel() == length]
-        batches = [torch.stack(whole[i : i + batch_size]) for i in range(0, len(whole), batch_size)]
-        batches += [window[None] for window in windows[len(whole) :]]
-        for batch in batches:  # [n, length]
-            output = call(model, {"input_ids": batch.to(device)})
-            logits = getattr(output, "logits", output)[:, :-1]  # [n, length - 1, vocabulary]
-            # float64 is slow on GPUs, and MPS has none.
-            logits = logits.double() if logits.device.type == "cpu" else logits.float()
-            targets = batch[:, 1:].flatten().to(logits.device)
-            total += float(nn.functional.cross_entropy(logits.flatten(0, 1), targets, reduction="sum"))
-            predicted += targets.numel()
+    for batch, output in zip(batches, _outputs(model, batches), strict=True):  # [n, length]
+        logits = getattr(output, "logits", output)[:, :-1]  # [n, length - 1, vocabulary]
+        # float64 is slow on GPUs, and MPS has none.
+        logits = logits.double() if logits.device.type == "cpu" else logits.float()
+        targets = batch[:, 1:].flatten().to(logits.device)
+        total += float(nn.functional.cross_entropy(logits.flatten(0, 1), targets, reduction="sum"))
+        predicted += targets.numel()
     return Perplexity(math.exp(total / predicted), predicted, len(windows), length)
+
+
+def _outputs(model: nn.Module | Streamed, batches: Sequence[Tensor]) -> Iterator[Any]:
+    """The model's output on each batch of tokens, [n, length]."""
+    if isinstance(model, Streamed):
+        walked = [Batch({"input_ids": batch}, None, position) for position, batch in enumerate(batches)]
+        with walking(model, walked, {"job": "perplexity"}, streams=2) as walk:
+            walk.start(ORIGINAL)
+            walk.forward(keep=False)
+            yield from (output for _, output in walk.outputs())
+        return
+    device = device_of_model(model)
+    with evaluating(model):
+        for batch in batches:
+            yield call(model, {"input_ids": batch.to(device)})

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fairpruner.errors import FairprunerError
@@ -82,3 +83,27 @@ def classes_of(auto_class: Any) -> Iterator[Any]:
     mapping = getattr(auto_class, "_model_mapping", None)
     if mapping is not None:
         yield from mapping._model_mapping.values()
+
+
+def compute_buffers(model: Any) -> None:
+    """Give the buffers of a model on the meta device that no file holds the numbers that its code computes.
+
+    They are tables such as the frequencies of rotary positions. Parameters stay on the meta device.
+    """
+    whole = importlib.import_module("transformers").PreTrainedModel
+    owners = {path: module for path, module in model.named_modules() if isinstance(module, whole)}
+    for path, module in model.named_modules():
+        lost = {name: b for name, b in module.named_buffers(recurse=False) if b is not None and b.is_meta}
+        for name, buffer in lost.items():
+            module._buffers[name] = torch.empty_like(buffer, device="cpu").fill_(
+                torch.nan if buffer.is_floating_point() else 0
+            )
+        if lost:
+            nearest = max((own for own in owners if f"{path}.".startswith(f"{own}.") or not own), key=len)
+            owners[nearest]._init_weights(module)
+            wrong = next((name for name in lost if module._buffers[name].isnan().any()), None)
+            if wrong is not None:
+                raise FairprunerError(
+                    f"The table {path}.{wrong} of {type(model).__name__} is neither in its files nor computed"
+                    " when it is loaded: load the model, and leave out --stream."
+                )

@@ -1,4 +1,4 @@
-"""The arguments of every repair method."""
+"""What every repair method is given."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fairpruner.models.devices import device_of_model
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """A cut model, which a method changes in place, and all that it may read."""
+    """A cut model, which a method changes in place, and all that it may look at."""
 
     small: nn.Module
     model: nn.Module

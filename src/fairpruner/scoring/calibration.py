@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ LOOKED_AT = 2  # samples of the first batch that show how the model can be obser
 
 @dataclass(frozen=True, eq=False)
 class _ForwardPass:
-    """The result of one forward pass, besides the activations that the signals have already seen."""
+    """What one forward pass showed, besides the activations that the signals have already seen."""
 
     output: Any
     feed: SignalFeed
@@ -203,10 +204,12 @@ class Calibration:
         routing = observed.routing if self._demand.any_of("routed_gradients") else []
 
         loss = self._objective.mean(observed.output, batch)
-        found = gradients_of(loss, [*weights.values(), *gates, *gates_of(routing)], batch)
-        of_weights = found[: len(weights)]
-        of_gates = found[len(weights) : len(weights) + len(gates)]
-        of_experts = found[len(weights) + len(gates) :]
+        inside, entered = gates_of(routing), self._objective.entered(self._model)
+        found = iter(gradients_of(loss, [*weights.values(), *gates, *inside, *entered], batch))
+        of_weights, of_gates, of_experts, of_entered = (
+            list(islice(found, len(wanted))) for wanted in (weights, gates, inside, entered)
+        )
+        self._objective.receive(of_entered)
 
         gradients = {
             name: gradient for name, gradient in zip(weights, of_weights, strict=True) if gradient is not None

@@ -129,6 +129,13 @@ class Objective:
         squares = [widened(tensor).square().sum() for tensor in tensors]
         return torch.stack([square.to(squares[0].device) for square in squares]).sum() / (2 * batch.size)
 
+    def entered(self, model: nn.Module) -> Sequence[Tensor]:
+        """Tensors besides weights and gates whose gradients are needed after `run`; none of a whole model."""
+        return ()
+
+    def receive(self, gradients: Sequence[Tensor | None]) -> None:
+        """Take the gradients of what `entered` named."""
+
     def sentence(self, removal: Sequence[str], protection: Sequence[str]) -> str:
         """Which signals were chosen, and why."""
         return (

@@ -14,6 +14,7 @@ from fairpruner.core.spaces import Spaces
 from fairpruner.discovery import discover
 from fairpruner.errors import FairprunerError, FairprunerWarning
 from fairpruner.inputs.batches import Batch, check_rereadable, forward, no_samples, read_batches
+from fairpruner.inputs.streamed import Streamed
 from fairpruner.inputs.tokens import real_tokens
 from fairpruner.models.attention import plain_attention
 from fairpruner.models.features import LastInput
@@ -26,7 +27,7 @@ from fairpruner.scoring.signals.classes import ClassGroups, group_classes
 from fairpruner.scoring.signals.selection import ByKind, Selection, default_signals, select_signals
 from fairpruner.terminal import progress
 
-CALLER = 5  # stacklevel of the code that called `score`, in `_without_hidden`
+CALLER = 5  # stacklevel of the code that called `score`, in `without_hidden`
 
 
 def with_first(batches: Iterator[Batch]) -> tuple[Batch, Iterator[Batch]]:
@@ -37,10 +38,11 @@ def with_first(batches: Iterator[Batch]) -> tuple[Batch, Iterator[Batch]]:
     return first, itertools.chain([first], batches)
 
 
-def spaces_of(model: nn.Module, spaces: Spaces | None, first: Batch) -> Spaces:
+def spaces_of(model: nn.Module | Streamed, spaces: Spaces | None, first: Batch) -> Spaces:
     """The given spaces, checked to be this model's, or those that discovery finds from the first sample."""
     if spaces is None:
         spaces = discover(model, first.rows(0, 1).inputs)
+    model = model.model if isinstance(model, Streamed) else model
     check_same_model(model, spaces.fingerprint, "The spaces belong", step="Discover them again.")
     if not len(spaces):
         raise FairprunerError(
@@ -88,25 +90,32 @@ def prepare(
 
     `asked` holds the signals that the caller named; None is the default for this objective.
     """
-    wanted = {
-        side: signals or (default_signals(side, classes=objective.has_classes, drawn=objective.draws_labels),)
-        for side, signals in asked.items()
-    }
+    wanted = wanted_signals(asked, objective)
 
     def attempt(spaces: Spaces) -> tuple[dict[Side, tuple[Selection, ...]], Calibration, dict[str, str]]:
         chosen = {side: select_signals(side, signals, spaces) for side, signals in wanted.items()}
-        calibration = Calibration(model, spaces, _distinct(chosen), objective=objective, grouping=grouping)
+        calibration = Calibration(model, spaces, distinct(chosen), objective=objective, grouping=grouping)
         with objective.mode(model), plain_attention(model):
             return chosen, calibration, calibration.look(first)
 
     chosen, calibration, hidden = attempt(spaces)
     if hidden:
-        spaces = _without_hidden(spaces, hidden)
+        spaces = without_hidden(spaces, hidden)
         chosen, calibration, _ = attempt(spaces)
     return Prepared(spaces, chosen, calibration)
 
 
-def _without_hidden(spaces: Spaces, hidden: Mapping[str, str]) -> Spaces:
+def wanted_signals(
+    asked: Mapping[Side, Sequence[ByKind] | None], objective: Objective
+) -> dict[Side, Sequence[ByKind]]:
+    """The signals that the caller named, or the default for this objective."""
+    return {
+        side: signals or (default_signals(side, classes=objective.has_classes, drawn=objective.draws_labels),)
+        for side, signals in asked.items()
+    }
+
+
+def without_hidden(spaces: Spaces, hidden: Mapping[str, str]) -> Spaces:
     """The spaces that can be observed, with a warning that names the others; an error if none is left."""
     gone = {name: reason for name, reason in hidden.items() if name in spaces.names}
     reasons = list(dict.fromkeys(gone.values()))
@@ -120,7 +129,7 @@ def _without_hidden(spaces: Spaces, hidden: Mapping[str, str]) -> Spaces:
     return spaces.without(gone)
 
 
-def _distinct(chosen: Mapping[Side, Sequence[Selection]]) -> list[Selection]:
+def distinct(chosen: Mapping[Side, Sequence[Selection]]) -> list[Selection]:
     """The selections of both sides, refused if two that see data share a name.
 
     The scores of the two halves of the data are stored under the name alone, without the side.

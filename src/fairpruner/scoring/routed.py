@@ -1,4 +1,4 @@
-"""Tallies of routed experts: sums over the tokens of a batch for each expert."""
+"""What routed experts show in a batch: sums over its tokens for each expert, called tallies."""
 
 from __future__ import annotations
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from fairpruner.core.arrays import Floats
 from fairpruner.core.scores import Scores
 from fairpruner.core.spaces import Spaces
+from fairpruner.errors import FairprunerError
 from fairpruner.inputs.batches import Batch, in_halves, read_batches
 from fairpruner.inputs.losses import Loss
+from fairpruner.inputs.streamed import Streamed
 from fairpruner.inputs.workers import naming_dead_workers
 from fairpruner.models.attention import plain_attention
 from fairpruner.models.calling import evaluating
@@ -25,16 +25,16 @@ from fairpruner.scoring.noise import warn_of_noise
 from fairpruner.scoring.objective import Objective
 from fairpruner.scoring.preparing import class_groups, prepare, spaces_of, with_first
 from fairpruner.scoring.processes import Processes
-from fairpruner.scoring.signals.base import Context, Result, Side
-from fairpruner.scoring.signals.selection import Asked, ByKind, Selection, parse_signals
+from fairpruner.scoring.running import asking_again, results_of, scores_of, settings_of, start_signals
+from fairpruner.scoring.signals.base import Context, Side
+from fairpruner.scoring.signals.selection import Asked, ByKind, parse_signals
+from fairpruner.scoring.streamed import score_streamed
 from fairpruner.terminal import progress
-
-Results = Mapping[Side, Mapping[str, Result]]  # side -> name of the selection -> its result
 
 
 @naming_dead_workers()
 def score(
-    model: nn.Module,
+    model: nn.Module | Streamed,
     data: Iterable[Any],
     *,
     spaces: Spaces | None = None,
@@ -66,6 +66,12 @@ def score(
         "removal": parse_signals("removal", removal),
         "protection": parse_signals("protection", protection),
     }
+    if isinstance(model, Streamed):
+        if groups is not None:
+            raise FairprunerError(
+                "groups= looks at the whole model, which --stream does not load: leave it out."
+            )
+        return score_streamed(model, data, spaces, loss=loss, asked=asked, seed=seed)
     check_has_numbers(model)
     # Loaders draw from the random state too, so reading the data is part of what is undone.
     with torch.inference_mode(False), torch.enable_grad(), evaluating(model):
@@ -81,7 +87,7 @@ def score(
         classes = calibration.classes if groups is None else groups
         rereadable = not isinstance(data, Iterator)
         running = {
-            side: _started(of_side, Context(model, spaces, side, classes, seed, rereadable))
+            side: start_signals(of_side, Context(model, spaces, side, classes, seed, rereadable))
             for side, of_side in selections.items()
         }
         signals = [one for of_side in running.values() for one in of_side]
@@ -95,23 +101,16 @@ def score(
                 samples = _pass(calibration.step, shown, signals, advance)
             if processes.size > 1:
                 samples = sum(processes.gathered(samples))
-            asking = _asking(signals, processes, rereadable)
+            asking = asking_again(signals, processes, rereadable)
             while asking:
                 with progress("scoring, once more", data) as advance:
                     again = processes.share(read_batches(data, device, model))
                     _pass(calibration.show_activations, again, asking, advance)
-                asking = _asking(asking, processes, rereadable)
+                asking = asking_again(asking, processes, rereadable)
         with torch.autocast(device.type, enabled=False):
-            results = {side: _results(of_side) for side, of_side in running.items()}
-    settings: dict[str, Any] = {
-        "seed": seed,
-        "groups": groups,
-        "loss": objective.name,
-        "task": objective.task,
-    }
-    if None in asked.values():
-        settings["why"] = objective.sentence(*(list(results[side]) for side in results))
-    scores = _scores(spaces, results, samples, settings)
+            results = {side: results_of(of_side) for side, of_side in running.items()}
+    settings = settings_of(objective, seed, results if None in asked.values() else None)
+    scores = scores_of(spaces, results, samples, {**settings, "groups": groups})
     warn_of_noise(scores)
     return scores
 
@@ -129,48 +128,3 @@ def _pass(
         samples += batch.size
         advance(batch.size)
     return samples
-
-
-def _asking(signals: Sequence[RunningSignal], processes: Processes, rereadable: bool) -> list[RunningSignal]:
-    """Join what all processes showed these signals in a pass: those that ask for one more."""
-    if processes.size > 1:
-        for one in signals:
-            one.accumulator.join(processes)
-    return [one for one in signals if rereadable and one.accumulator.asks_again()]
-
-
-def _started(selections: Sequence[Selection], context: Context) -> list[RunningSignal]:
-    """Start the signals of all selections, each on the spaces of its kinds."""
-    started = []
-    for selection in selections:
-        for signal in selection.signals:
-            kinds = selection.kinds_of(signal)
-            accumulator = signal.start(replace(context, spaces=context.spaces.only(kinds)))
-            started.append(RunningSignal(selection.name, signal, kinds, accumulator))
-    return started
-
-
-def _results(signals: Sequence[RunningSignal]) -> dict[str, Result]:
-    """The result of every selection: those of its signals, merged."""
-    found: dict[str, Result] = {}
-    for running in signals:
-        result, before = running.accumulator.result(), found.get(running.selection, Result({}))
-        found[running.selection] = Result(
-            {**before.scores, **result.scores},
-            {**before.halves, **result.halves},
-            {**before.settings, **result.settings},
-        )
-    return found
-
-
-def _scores(spaces: Spaces, results: Results, samples: int, settings: Mapping[str, Any]) -> Scores:
-    """The results of all signals as one value, with the settings of the call and of each signal."""
-    values: dict[Side, dict[str, Mapping[str, Floats]]] = {
-        side: {name: result.scores for name, result in of_side.items()} for side, of_side in results.items()
-    }
-    by_name = {name: result for of_side in results.values() for name, result in of_side.items()}
-    halves = {name: result.halves for name, result in by_name.items() if result.halves}
-    of_signals = {name: dict(result.settings) for name, result in by_name.items() if result.settings}
-    return Scores(
-        spaces, values["removal"], values["protection"], samples, halves, {**settings, **of_signals}
-    )

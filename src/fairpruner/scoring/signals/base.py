@@ -46,6 +46,12 @@ class Context:
     classes: int  # how many classes to expect
     seed: int
     rereadable: bool = False  # whether the data can be shown again
+    whole: Spaces | None = None  # all spaces that the signal scores, if `spaces` are those of one layer only
+
+    @property
+    def all_spaces(self) -> Spaces:
+        """The spaces that the signal scores, in this layer and in others."""
+        return self.spaces if self.whole is None else self.whole
 
 
 @dataclass(frozen=True)

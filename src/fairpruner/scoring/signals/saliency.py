@@ -1,4 +1,4 @@
-"""The removal signal `saliency`: the absolute products of weights and gradients, summed over each unit."""
+"""The removal signal of weights times gradients: what the loss would notice of a unit, weight by weight."""
 
 from __future__ import annotations
 

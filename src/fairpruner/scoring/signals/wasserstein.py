@@ -92,10 +92,10 @@ class _WassersteinAccumulator(Accumulator):
         itemsize = max(
             (p.element_size() for p in context.model.parameters() if p.dtype == torch.float64), default=4
         )
-        units = sum(space.size for space in context.spaces)
+        units = sum(space.size for space in context.all_spaces)
         self._signal, self._seed = signal, context.seed
         self._kept, self._projections = capacity(units, context.classes, signal.projections, itemsize)
-        self._position = {space.name: i for i, space in enumerate(context.spaces)}
+        self._position = {space.name: i for i, space in enumerate(context.all_spaces)}
         self._directions: dict[str, Tensor] = {}
         self._classes: dict[str, dict[int, ClassQuantiles]] = {space.name: {} for space in context.spaces}
         self._spaces = context.spaces

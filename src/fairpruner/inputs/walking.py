@@ -1,0 +1,167 @@
+"""Walking batches through a streamed model, layer by layer, with the streams between layers on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fairpruner.core.sealed import Json, digest
+from fairpruner.core.work_folder import WorkFolder
+from fairpruner.errors import FairprunerError
+from fairpruner.inputs.batches import Batch, forward
+from fairpruner.inputs.streamed import ORIGINAL, Streamed
+from fairpruner.models.calling import describe, in_eval_mode, tensors_of
+from fairpruner.models.layer_stack import CALLS, LayerCall, LayerModel, SharedTensors
+from fairpruner.models.randomness import random_state_kept
+from fairpruner.terminal import batch_bar
+
+
+def stage(role: str, layer: int) -> str:
+    """The name on disk of what layer `layer` reads in a role; the last one is what the last layer returns.
+
+    >>> stage("original", 3)
+    'original-0003'
+    """
+    return f"{role}-{layer:04d}"
+
+
+def _alone(model: LayerModel, layer: int) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+class Walk:
+    """Some batches on their way through a streamed model."""
+
+    def __init__(
+        self,
+        streamed: Streamed,
+        batches: Sequence[Batch],
+        folder: WorkFolder,
+        show: Callable[[str, int, str], None],
+    ) -> None:
+        self.streamed, self.batches, self.folder = streamed, batches, folder
+        self._show, self._done = show, 0
+        self._calls: list[list[LayerCall]] = []  # of each batch and layer, without streams
+
+    def start(self, *roles: str) -> None:
+        """Find out what the layers are called with, and keep what the first one reads, once for each role."""
+        shell, shared = self.streamed.shell(), SharedTensors()
+        missing = [role for role in roles if not self._begun(role)]
+
+        def calls() -> Iterator[tuple[int, Tensor]]:
+            self._calls = []
+            for index, batch in enumerate(self.batches):
+                found = shell.calls(batch.inputs)
+                self._calls.append(shared.without_streams(found))
+                yield index, found[0].stream
+
+        for role in missing or roles[:1]:
+            if not missing:
+                for _ in calls():
+                    pass
+                return
+            with self.folder.writing(stage(role, 0)) as write:
+                for index, stream in calls():
+                    write(index, stream.numpy())
+
+    def _begun(self, role: str) -> bool:
+        return any(name.startswith(f"{role}-") for name in self.folder.stages())
+
+    def batch(self, index: int, layer: int, roles: Sequence[str]) -> Batch:
+        """A batch as a `LayerModel` of one of these roles is called with it."""
+        whole = self.batches[index]
+        calls = {
+            role: replace(self._calls[index][layer], stream=self.stream(index, layer, role)) for role in roles
+        }
+        return replace(whole, inputs={**whole.inputs, CALLS: calls})
+
+    def stream(self, index: int, layer: int, role: str = ORIGINAL) -> Tensor:
+        """What a layer reads in a batch, [N, T, H]."""
+        return torch.from_numpy(self.folder.read(stage(role, layer), index))
+
+    def write(
+        self, name: str, title: str, step: Callable[[int], Tensor], indices: Sequence[int] | None = None
+    ) -> None:
+        """Write a stage: what `step` gives for each batch."""
+        with self.folder.writing(name) as write:
+            for index in range(len(self.batches)) if indices is None else indices:
+                write(index, step(index).detach().numpy())
+                self.advance(title)
+
+    def advance(self, title: str) -> None:
+        """Show that one more batch has passed a layer."""
+        self._done += 1
+        self._show(title, self._done, f"{len(self.batches)} in each pass")
+
+    def forward(
+        self, *, keep: bool, around: Callable[[LayerModel, int], AbstractContextManager[None]] = _alone
+    ) -> None:
+        """Take all batches through all layers, each inside of `around`.
+
+        Unless `keep`, a stream is removed once the next one is there.
+        """
+        last = self.streamed.count
+        for layer in range(last):
+            if self.folder.has(stage(ORIGINAL, layer + 1)) or not self.folder.has(stage(ORIGINAL, layer)):
+                continue
+            model = self.streamed.layer(layer)
+            with around(model, layer), in_eval_mode(model):
+                self.write(
+                    stage(ORIGINAL, layer + 1),
+                    f"forward, layer {layer + 1} of {last}",
+                    partial(self._run, model, layer),
+                )
+            if not keep:
+                self.folder.drop(stage(ORIGINAL, layer))
+
+    def _run(self, model: LayerModel, layer: int, index: int) -> Tensor:
+        output: Tensor = forward(model, self.batch(index, layer, [ORIGINAL]))
+        return output
+
+    def outputs(self) -> Iterator[tuple[Batch, Any]]:
+        """The model's output on each batch, after `forward`."""
+        shell = self.streamed.shell()
+        for index, batch in enumerate(self.batches):
+            yield batch, shell.finish(batch.inputs, self.stream(index, self.streamed.count))
+
+
+@contextmanager
+def walking(
+    streamed: Streamed, batches: Sequence[Batch], job: Json, *, streams: int, process: int = 0
+) -> Iterator[Walk]:
+    """A walk in the work folder of a model; `streams` says how many of them are on disk at once.
+
+    The folder is removed at the end. After an exception it stays, so that the same call can continue.
+    """
+    for batch in batches:
+        _check_tokens(batch)
+    seen = {
+        f"{number}": tensor
+        for number, tensor in enumerate(tensors_of([(batch.inputs, batch.labels) for batch in batches]))
+    }
+    folder = WorkFolder(
+        streamed.work, {**job, "model": streamed.identity, "data": digest({}, seen)}, process=process
+    )
+    finished = False
+    try:
+        tokens = sum(batch.inputs["input_ids"].numel() for batch in batches)
+        streamed.say(folder.check_room(streams * tokens * streamed.width * 4))
+        with batch_bar(None) as show, random_state_kept(), torch.no_grad():
+            yield Walk(streamed, batches, folder, show)
+        finished = True
+    finally:
+        folder.close(finished=finished)
+
+
+def _check_tokens(batch: Batch) -> None:
+    if not isinstance(batch.inputs, Mapping) or not isinstance(batch.inputs.get("input_ids"), Tensor):
+        raise FairprunerError(
+            f"Batch {batch.position} has {describe(batch.inputs)} as its input, expected a dict with"
+            " input_ids: a model is read layer by layer for batches of tokens only."
+        )

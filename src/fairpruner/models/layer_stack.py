@@ -1,0 +1,294 @@
+"""A language model as a stack of layers: what runs before the first, each layer by itself, what runs after.
+
+The layers are the modules of one list. They run one after the other, and each passes a stream on to the next.
+Everything else that a layer is called with, such as masks and positions, must not depend on the stream.
+Whether a model is of this form is seen by running it with stubs in place of its layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fairpruner.errors import FairprunerError
+from fairpruner.models.calling import call, describe, tensors_of
+from fairpruner.models.copying import deep_copy
+
+CALLS = "layer_calls"  # the argument of a `LayerModel`: role -> `LayerCall`
+COMPARED = 8  # tensors of one shape that a new one may equal
+PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCall:
+    """What one layer is called with: the stream [N, T, H], and everything else."""
+
+    stream: Tensor
+    place: int | str  # of the stream among the arguments: a position or a name
+    args: tuple[Any, ...] = ()  # with None at the stream's position
+    kwargs: Mapping[str, Any] = field(default_factory=dict)  # without the stream
+
+    @staticmethod
+    def of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LayerCall:
+        """The call with these arguments; its stream is the first tensor among them."""
+        for position, value in enumerate(args):
+            if isinstance(value, Tensor):
+                rest = (*args[:position], None, *args[position + 1 :])
+                return LayerCall(value, position, rest, dict(kwargs))
+        for name, value in kwargs.items():
+            if isinstance(value, Tensor):
+                return LayerCall(value, name, args, {k: v for k, v in kwargs.items() if k != name})
+        raise FairprunerError(f"A layer was called with {describe((args, dict(kwargs)))}, expected a stream.")
+
+    def run(self, layer: nn.Module) -> Tensor:
+        """The stream that the layer passes on."""
+        if isinstance(self.place, int):
+            args = (*self.args[: self.place], self.stream, *self.args[self.place + 1 :])
+            return _stream_of(layer(*args, **self.kwargs))
+        return _stream_of(layer(*self.args, **{**self.kwargs, self.place: self.stream}))
+
+
+def _stream_of(output: Any) -> Tensor:
+    found: Tensor = output[0] if isinstance(output, (tuple, list)) else output
+    return found
+
+
+def path_of_layers(model: nn.Module) -> str:
+    """The path of the list whose modules hold the most parameters, of the lists inside no other list."""
+    sizes = {path: sum(p.numel() for p in found.parameters()) for path, found in _outermost_lists("", model)}
+    if not sizes:
+        raise refused(model, "it has no list of layers")
+    return max(sizes, key=lambda path: sizes[path])
+
+
+def _outermost_lists(path: str, module: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
+    for name, child in module.named_children():
+        inside = f"{path}.{name}" if path else name
+        if isinstance(child, nn.ModuleList):
+            yield inside, child
+        else:
+            yield from _outermost_lists(inside, child)
+
+
+def refused(model: nn.Module, reason: str) -> FairprunerError:
+    """The error for a model that is no stack of layers."""
+    return FairprunerError(
+        f"{type(model).__name__} cannot be run layer by layer: {reason}. Load the model, and leave out"
+        " --stream."
+    )
+
+
+class _Reached(BaseException):
+    """Ends a forward pass at the last layer; no Exception, so that no handler on the way catches it."""
+
+
+class _Stub(nn.Module):
+    """Stands for a layer: hands over what it is called with."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        # Models ask their layers for such facts, for example for the kind of attention.
+        facts = {k: v for k, v in vars(layer).items() if isinstance(v, PLAIN) and k not in vars(self)}
+        self.__dict__.update(facts)
+        self.hand_over: Callable[[LayerCall], Any] | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.hand_over is not None  # `Shell` sets it
+        return self.hand_over(LayerCall.of(args, kwargs))
+
+
+def with_stubs(model: nn.Module, path: str) -> nn.Module:
+    """A copy of a model with stubs for the layers in the list at `path`."""
+    with _replacing_layers(model, path, lambda number, layer: _Stub(layer)):
+        copy = deep_copy(model, {})
+    for module in copy.modules():
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "use_cache"):
+            config.use_cache = False  # layers would share a cache of keys and values
+    return copy
+
+
+@contextmanager
+def passing_on(model: nn.Module, path: str, number: int, *, tuples: bool) -> Iterator[None]:
+    """Inside, all layers of a model but one pass their stream on."""
+
+    def stub(position: int, layer: nn.Module) -> nn.Module:
+        if position == number:
+            return layer
+        idle = _Stub(layer)
+        idle.hand_over = _pass_on_in_tuple if tuples else _pass_on
+        return idle
+
+    with _replacing_layers(model, path, stub):
+        yield
+
+
+def _pass_on(given: LayerCall) -> Tensor:
+    return given.stream
+
+
+def _pass_on_in_tuple(given: LayerCall) -> tuple[Tensor]:
+    return (given.stream,)
+
+
+@contextmanager
+def _replacing_layers(
+    model: nn.Module, path: str, replacement: Callable[[int, nn.Module], nn.Module]
+) -> Iterator[None]:
+    """Inside, the list at `path` holds replacements; the user's own layers are not touched."""
+    layers: Any = model.get_submodule(path)
+    own = layers._modules
+    try:
+        layers._modules = {name: replacement(i, layer) for i, (name, layer) in enumerate(own.items())}
+        yield
+    finally:
+        layers._modules = own
+
+
+class Shell:
+    """A model with stubs for layers: what comes before the first layer, and after the last."""
+
+    def __init__(self, model: nn.Module, *, tuples: bool = False) -> None:
+        """`tuples`: layers return their stream in a tuple."""
+        stubs = [module for module in model.modules() if isinstance(module, _Stub)]
+        for stub in stubs:
+            stub.hand_over = self._hand_over
+        self.model, self.count, self.tuples = model, len(stubs), tuples
+        self._calls: list[LayerCall] = []
+        self._scale = 1.0
+        self._last: Tensor | None = None
+
+    def calls(self, inputs: Mapping[str, Any]) -> list[LayerCall]:
+        """What each layer is called with; the stream is right only for the first."""
+        self._calls, self._last = [], None
+        with suppress(_Reached):
+            call(self.model, inputs)
+        return self._calls
+
+    def finish(self, inputs: Mapping[str, Any], stream: Tensor) -> Any:
+        """The model's output if its last layer passes this stream on."""
+        with self.ending_in(stream):
+            return call(self.model, inputs)
+
+    @contextmanager
+    def ending_in(self, stream: Tensor) -> Iterator[None]:
+        """Inside, the model can be called once, and its last layer passes this stream on."""
+        self._calls, self._last = [], stream
+        try:
+            yield
+        finally:
+            self._last = None
+
+    def check(self, inputs: Mapping[str, Any]) -> int:
+        """The width of the stream; a model is refused unless its layers pass on the stream alone."""
+        for self.tuples in (False, True):
+            with torch.no_grad():
+                try:
+                    calls = self.calls(inputs)
+                    self._scale = 0.5
+                    others = self.calls(inputs)
+                except FairprunerError:
+                    raise
+                except Exception:  # a model that expects a tuple may do anything with a tensor
+                    continue
+                finally:
+                    self._scale = 1.0
+            if len(calls) == self.count and all(c.stream.shape == calls[0].stream.shape for c in calls):
+                break
+        else:
+            raise refused(self.model, "its layers do not run one after the other, each once")
+        for number, (one, other) in enumerate(zip(calls, others, strict=True)):
+            expected = calls[0].stream * 0.5**number
+            if one.stream is not calls[0].stream or not torch.equal(other.stream, expected):
+                raise refused(self.model, f"what layer {number} reads is not what the one before it returns")
+            rest, other_rest = ((c.args, c.kwargs) for c in (one, other))
+            if not _same(rest, other_rest):
+                raise refused(self.model, f"layer {number} is called with more that depends on the stream")
+            if not _is_plain(rest):
+                raise refused(self.model, f"layer {number} is called with {describe(rest)}")
+        return calls[0].stream.shape[-1]
+
+    def _hand_over(self, given: LayerCall) -> Any:
+        self._calls.append(given)
+        stream = given.stream if self._scale == 1 else given.stream * self._scale
+        if len(self._calls) == self.count:
+            if self._last is None:
+                raise _Reached
+            stream = self._last
+        return (stream,) if self.tuples else stream
+
+
+def _same(one: Any, other: Any) -> bool:
+    pairs = zip(tensors_of(one), tensors_of(other), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value holds only tensors, numbers and text, in containers."""
+    if isinstance(value, Mapping):
+        return all(map(_is_plain, value.values()))
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, value))
+    return isinstance(value, (Tensor, *PLAIN))
+
+
+class LayerModel(nn.Module):
+    """One layer of a model as a model: its tensors have the names that they have in the whole model.
+
+    It is called with `layer_calls`, of which it takes the one of its role, and with the whole model's inputs,
+    which it ignores.
+    """
+
+    def __init__(self, path: str, layer: nn.Module, role: str) -> None:
+        super().__init__()
+        self.role = role
+        self.entered: Tensor | None = None  # the stream that the last call read
+        *above, name = path.split(".")
+        holder: nn.Module = self
+        for part in above:
+            holder.add_module(part, nn.Module())
+            holder = holder.get_submodule(part)
+        holder.add_module(name, layer)
+        self._path = path
+
+    @property
+    def layer(self) -> nn.Module:
+        return self.get_submodule(self._path)
+
+    def forward(self, layer_calls: Mapping[str, LayerCall], **inputs: Any) -> Tensor:
+        given = layer_calls[self.role]
+        self.entered = given.stream
+        return given.run(self.layer)
+
+
+class SharedTensors:
+    """Calls of many batches, of which equal masks and positions are held once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], list[Tensor]] = {}
+
+    def without_streams(self, calls: Sequence[LayerCall]) -> list[LayerCall]:
+        """The calls with an empty stream, and with tensors that are shared with calls before."""
+        return [
+            replace(c, stream=c.stream.new_empty(0), args=self._shared(c.args), kwargs=self._shared(c.kwargs))
+            for c in calls
+        ]
+
+    def _shared(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            known = self._known.setdefault((value.dtype, value.shape), [])
+            for tensor in known[-COMPARED:]:
+                if tensor is value or torch.equal(tensor, value):
+                    return tensor
+            known.append(value)
+            return value
+        if isinstance(value, Mapping):
+            return {key: self._shared(item) for key, item in value.items()}
+        if isinstance(value, (tuple, list)):
+            return type(value)(map(self._shared, value))
+        return value

@@ -1,0 +1,271 @@
+"""Models larger than memory: layer by layer from files, with the numbers of the whole model in memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from streamed_models import FAMILIES, saved_model, token_batches
+from typer.testing import CliRunner
+
+import fairpruner as fp
+from fairpruner.cli import app
+from fairpruner.evaluation import perplexity
+from fairpruner.inputs import walking
+from fairpruner.inputs.streamed import Streamed
+
+transformers = pytest.importorskip("transformers", minversion="5")
+
+ROUTED = "head={0}+hidden={0}+expert={1}"
+REMOVALS = ["activation", "reconstruction", "l1", "l2", "fpgm", "random", "saliency"]
+EXPERTS = ["soft_activation", "soft_activation_all", "frequency", "reap", "l2", "l1", "random"]
+
+
+def compare(whole: fp.Scores, streamed: fp.Scores, tolerance: float = 1e-5) -> None:
+    assert whole.samples == streamed.samples
+    assert whole.settings == streamed.settings
+    for group in ("removals", "protections", "halves"):
+        one, other = getattr(whole, group), getattr(streamed, group)
+        assert list(one) == list(other)
+        for signal in one:
+            assert set(one[signal]) == set(other[signal])
+            for name, values in one[signal].items():
+                scale = np.abs(values).max() or 1.0
+                assert np.abs(values - other[signal][name]).max() <= tolerance * scale, (group, signal, name)
+    for alpha in (0.1, 0.4):
+        assert fp.allocate(whole, alpha).removed == fp.allocate(streamed, alpha).removed
+
+
+def scored(model: Any, spaces: fp.Spaces, **options: Any) -> fp.Scores:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fp.FairprunerWarning)  # few tokens rank experts badly
+        return fp.score(model, options.pop("data", token_batches()), spaces=spaces, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_every_family_has_the_perplexity_and_the_scores_of_the_model_in_memory(
+    family: str, tmp_path: Path
+) -> None:
+    model = saved_model(family, tmp_path / "whole")
+    streamed = Streamed(f"hf:{tmp_path / 'whole'}", work=tmp_path / "work")
+    tokens = torch.randint(3, 99, (50,))
+    assert perplexity(streamed, tokens, length=12) == perplexity(model, tokens, length=12)
+    spaces = fp.discover(model, token_batches()[0])
+    compare(scored(model, spaces), scored(streamed, spaces))
+    assert not (tmp_path / "work").exists()
+
+
+@pytest.fixture(scope="module")
+def routed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path, fp.Spaces]:
+    folder = tmp_path_factory.mktemp("routed")
+    torch.set_num_threads(1)
+    model = saved_model("qwen2_moe", folder)
+    return model, folder, fp.discover(model, token_batches()[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("protection", ["taylor", "taylor2", "random"])
+def test_every_signal_scores_as_in_memory(
+    routed: tuple[Any, Path, fp.Spaces], protection: str, tmp_path: Path
+) -> None:
+    model, folder, spaces = routed
+    removal = [ROUTED.format(own, expert) for own, expert in zip(REMOVALS, EXPERTS, strict=True)]
+    others = "random" if protection == "random" else "routed_taylor"
+    options: dict[str, Any] = {"removal": removal, "protection": ROUTED.format(protection, others), "seed": 3}
+    streamed = Streamed(f"hf:{folder}", work=tmp_path / "work")
+    compare(scored(model, spaces, **options), scored(streamed, spaces, **options))
+
+
+def test_classes_of_texts_are_compared_as_in_memory(tmp_path: Path) -> None:
+    model = saved_model("llama", tmp_path)
+    spaces = fp.discover(model, token_batches()[0])
+    data = [{**batch, "labels": torch.tensor([0, 1, 2])} for batch in token_batches(2)]
+    streamed = Streamed(f"hf:{tmp_path}", work=tmp_path / "work")
+    options: dict[str, Any] = {"data": data, "removal": "wasserstein_pooled", "loss": _first_logit}
+    compare(scored(model, spaces, **options), scored(streamed, spaces, **options))
+
+
+def _first_logit(output: Any, labels: torch.Tensor) -> torch.Tensor:
+    return output.logits[:, -1, 0].mean()
+
+
+def test_weights_in_half_precision_are_computed_in_float32(tmp_path: Path) -> None:
+    model = saved_model("llama", tmp_path, torch.bfloat16)
+    tokens = torch.randint(3, 99, (20,))
+    assert perplexity(Streamed(f"hf:{tmp_path}"), tokens, length=10) == perplexity(model, tokens, length=10)
+
+
+class _Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("protection", ["taylor", "random"])  # on the way back, and forward only
+def test_a_killed_score_continues_at_any_layer(
+    protection: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = saved_model("llama", tmp_path / "whole")
+    spaces = fp.discover(model, token_batches()[0])
+    expected = scored(model, spaces, protection=protection, seed=5)
+    steps, done = 0, Streamed.layer
+
+    def layer(self: Streamed, number: int, *rest: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        if steps % 2 == 0:
+            raise _Killed
+        return done(self, number, *rest)
+
+    monkeypatch.setattr(Streamed, "layer", layer)
+    for _ in range(12):
+        try:
+            found = scored(
+                Streamed(f"hf:{tmp_path / 'whole'}", work=tmp_path / "work"),
+                spaces,
+                protection=protection,
+                seed=5,
+            )
+            break
+        except _Killed:
+            assert (tmp_path / "work").is_dir()
+    compare(expected, found)
+    # Every layer is read once on the way, and once more where the process was killed before it.
+    assert steps <= 2 * (6 if protection == "taylor" else 3)
+
+
+def test_a_work_folder_of_another_call_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved_model("llama", tmp_path / "whole")
+    streamed = Streamed(f"hf:{tmp_path / 'whole'}", work=tmp_path / "work")
+    with monkeypatch.context() as patch:
+        patch.setattr(walking.Walk, "forward", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            perplexity(streamed, torch.arange(3, 40), length=9)
+    with pytest.raises(fp.FairprunerError, match="belongs to a call with another model, other data"):
+        perplexity(streamed, torch.arange(3, 41), length=9)
+
+
+def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
+    saved_model("llama", tmp_path / "whole")
+    streamed = Streamed(f"hf:{tmp_path / 'whole'}", work=tmp_path / "work")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4000, before[1]))
+        with pytest.raises(fp.FairprunerError, match=r"cannot take original-0000.* continues from here"):
+            perplexity(streamed, torch.arange(3, 99).repeat(4), length=48)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert perplexity(streamed, torch.arange(3, 99).repeat(4), length=48).windows == 8
+
+
+def test_too_little_room_is_said_before_anything_is_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved_model("llama", tmp_path / "whole")
+    said: list[str] = []
+    streamed = Streamed(f"hf:{tmp_path / 'whole'}", work=tmp_path / "work", say=said.append)
+    perplexity(streamed, torch.arange(3, 99), length=48)
+    assert said[0].startswith("This takes up to 0.00 GB in ")
+    monkeypatch.setattr(
+        "shutil.disk_usage", lambda _: os.terminal_size((0, 0)) and type("U", (), {"free": 9})
+    )
+    with pytest.raises(fp.FairprunerError, match="make room, or choose another work folder"):
+        perplexity(streamed, torch.arange(3, 99), length=48)
+
+
+def test_what_cannot_be_streamed_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    model = saved_model("llama", tmp_path / "whole")
+    streamed = Streamed(f"hf:{tmp_path / 'whole'}", work=tmp_path / "work")
+    spaces = fp.discover(model, token_batches()[0])
+    with pytest.raises(fp.FairprunerError, match="once for each unit cannot be had with --stream"):
+        fp.score(streamed, token_batches(), spaces=spaces, protection="deletion")
+    with pytest.raises(fp.FairprunerError, match="expected a dict with input_ids"):
+        fp.score(streamed, [batch["input_ids"] for batch in token_batches()], spaces=spaces)
+    wide = fp.discover(model, token_batches()[0], kinds=["stream"])
+    with pytest.raises(fp.FairprunerError, match="lies in several layers"):
+        fp.score(streamed, token_batches(), spaces=wide)
+    with pytest.raises(fp.FairprunerError, match="no folder of Hugging Face"):
+        Streamed("hf:nowhere")
+    bert = transformers.BertForMaskedLM(
+        transformers.BertConfig(
+            hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, vocab_size=99
+        )
+    )
+    bert.save_pretrained(tmp_path / "bert")
+    with pytest.raises(fp.FairprunerError, match="no causal language model"):
+        Streamed(f"hf:{tmp_path / 'bert'}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_discovery_finds_the_spaces_and_costs_of_the_model_in_memory(
+    family: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    model = saved_model(family, tmp_path, dtype).to(dtype)
+    whole = fp.discover(model, token_batches()[0]).to_json()
+    assert fp.discover(Streamed(f"hf:{tmp_path}"), token_batches()[0]).to_json() == whole
+
+
+def test_a_wrong_cut_of_one_layer_is_found_by_streamed_discovery(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved_model("llama", tmp_path)
+    forward = transformers.models.llama.modeling_llama.LlamaMLP.forward
+
+    def halved(self: Any, x: torch.Tensor) -> torch.Tensor:
+        if self.down_proj.weight.shape[1] != 24:
+            raise ValueError("expected 24 units")
+        return forward(self, x)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(transformers.models.llama.modeling_llama.LlamaMLP, "forward", halved)
+    spaces = fp.discover(Streamed(f"hf:{tmp_path}"))
+    assert {space.kind for space in spaces} == {"head"}
+    assert "a cut model cannot run" in spaces.left_out["model.layers.1.mlp.gate_proj"]
+
+
+def test_the_command_works_layer_by_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = saved_model("qwen2_moe", tmp_path / "whole")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data.py").write_text(
+        "import torch\n"
+        "def batches():\n"
+        "    torch.manual_seed(0)\n"
+        "    return [{'input_ids': torch.randint(3, 99, (2, 12))} for _ in range(3)]\n"
+    )
+
+    def run(*arguments: str) -> dict[str, Any]:
+        done = CliRunner().invoke(app, [*arguments, "--json"])
+        assert done.exit_code == 0, done.output
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
+
+    found = run("discover", "hf:whole", "--stream")
+    assert {space["kind"] for space in found["spaces"]} == {"head", "hidden", "expert"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fp.FairprunerWarning)
+        run("score", "hf:whole", "--stream", "--data", "data.py:batches", "-o", "scores.safetensors")
+    run("plan", "scores.safetensors", "--keep", "params=0.7", "-o", "plan.json")
+    run("cut", "hf:whole", "plan.json", "--stream", "-o", "small")
+    scores, plan = fp.Scores.load("scores.safetensors"), fp.Plan.load("plan.json")
+    assert set(scores.spaces.names) == set(fp.discover(model, {"input_ids": torch.ones(1, 4).long()}).names)
+    small = fp.load("small")
+    assert same_tensors(small, fp.cut(model, plan))
+    tokens = torch.randint(3, 99, (30,))
+    assert perplexity(Streamed("hf:small"), tokens, length=9) == perplexity(small, tokens, length=9)
+    assert not list(tmp_path.glob("*.work"))
+    refused = CliRunner().invoke(
+        app, ["score", "hf:whole", "--stream", "--data", "data.py:batches", "--weights", "x", "-o", "y"]
+    )
+    assert "leave out --weights" in refused.stderr
+
+
+def same_tensors(one: torch.nn.Module, other: torch.nn.Module) -> bool:
+    pairs = zip(one.state_dict().items(), other.state_dict().items(), strict=True)
+    return all(a == b and torch.equal(x, y) for (a, x), (b, y) in pairs)
