@@ -73,7 +73,9 @@ def measure(case: Row, shared: Path) -> Row:
     images, labels = cifar10("test", shared)
     test = images[: case["test"]], labels[: case["test"]]
     example = torch.randn(1, 3, 32, 32)
-    share = fp.count_flops(better or cut, example) / fp.count_flops(model, example)
+    small = cut if better is None else better
+    assert small is not None
+    share = fp.count_flops(small, example) / fp.count_flops(model, example)
     return {
         "baseline": baseline,
         "flops_kept": round(share, 4),

@@ -36,6 +36,11 @@ HERE = Path(__file__).parent
 ROUNDS = 3
 Row = dict[str, Any]
 Batches = list[tuple[Tensor, Tensor]]
+AXES = {
+    "images": "images (VGG16-BN)",
+    "classes": "classes (VGG16-BN)",
+    "depth": "depth (ResNets)",
+}
 FIRST = {"model": "VGG16-BN", "images": 1000, "classes": 10}
 
 
@@ -227,4 +232,29 @@ def page() -> str:
             [[r["library"], r["model"], f"{r['images']:,}", f"{r['times']:.1f}"] for r in by_part["peer"]],
         ),
     }
-    return "\n\n".join(tables[part] for part, rows in by_part.items() if rows)
+    what = "Scoring as a multiple of a plain pass, as the number of images, of classes and the depth grow"
+    grows = [pages.picture("scoring", what)] * all(len(growing(axis)) > 1 for axis in AXES)
+    return "\n\n".join([*(tables[part] for part, rows in by_part.items() if rows), *grows])
+
+
+def growing(axis: str) -> list[tuple[float, float]]:
+    """One axis of AXES, and the cost at each of its points."""
+    stored = [row for row in runs.stored("scoring") if row["part"] == "time"]
+    if axis == "depth":
+        same = {"images": 1000, "classes": 10}
+        rows = [r for r in stored if same.items() <= r.items() and r["model"].startswith("ResNet")]
+        return sorted((int(row["model"].rpartition("-")[2]), row["ratio_cpu"]) for row in rows)
+    same = {name: value for name, value in FIRST.items() if name != axis}
+    return sorted((row[axis], row["ratio_cpu"]) for row in stored if same.items() <= row.items())
+
+
+def plot() -> Any:
+    """One panel for each axis."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 2.6), layout="constrained")
+    for axes, (axis, title) in zip(figure.subplots(1, len(AXES), sharey=True), AXES.items(), strict=True):
+        axes.plot(*zip(*growing(axis), strict=True), "o-", color="#2a6f97")
+        axes.set(xscale="log", xlabel=title, ylim=(0, None))
+    figure.supylabel("score / plain pass", fontsize="medium")
+    return figure

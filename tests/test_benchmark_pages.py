@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import sys
 from pathlib import Path
@@ -35,6 +36,16 @@ def test_a_document_shows_what_the_results_give(name: str, document: Path) -> No
     assert pages.shown(name, document) == module.page().strip()
     if pages.figure_of(name).name in module.page():
         assert pages.mark_of(module.page()) in pages.figure_of(name).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", [name for name, _ in SHOWN])
+def test_cases_are_distinct_and_a_quick_run_has_few(name: str) -> None:
+    module = importlib.import_module(name)
+    if not hasattr(module, "cases"):
+        return  # has options of its own, or only a page
+    full, quick = ([json.dumps(case) for case in module.cases(q)] for q in (False, True))
+    assert len(set(full)) == len(full)
+    assert 0 < len(quick) <= min(len(full), 12)
 
 
 @pytest.fixture
