@@ -36,9 +36,10 @@ def _default() -> Iterator[tuple[str, ...]]:
 
 def _reading() -> str:
     return (
-        "All 10,000 test images, 2,000 calibration images, no training on labels (`benchmarks/default.py`)."
-        " The paper's method is Wasserstein, Taylor and ToD, and nothing after the cut. By hand:"
-        " `reconstruction`, `global`, without the residual stream, `sequential` repair."
+        "No training on labels: 2,000 calibration images, accuracy on all 10,000 test images"
+        " (`benchmarks/default.py`). The paper's method is Wasserstein, Taylor and ToD, without repair. Best"
+        " by hand is `reconstruction` with the rule `global`, no units of the residual stream removed, and"
+        " `sequential` repair."
     )
 
 
@@ -47,10 +48,11 @@ def _others() -> str:
     experts = pages.results("moe")["repair"]
     perplexity = {row["step"]: row["mean"] for row in experts["rows"]}
     return (
-        f"MiniLM-L6 with {100 * text['flops_kept']:.0f} % of its FLOPs: the cosine similarity to the"
-        f" original's embeddings is {text['plain']:.3f} after the cut and {text['repaired']:.3f} after repair"
-        " (`benchmarks/minilm.py`). A small Qwen2-MoE with half of its experts: perplexity"
-        f" {perplexity['reap, global: the cut']:.1f} after the cut,"
-        f" {perplexity['reap, global: kept and shared experts refitted']:.1f} after repair,"
-        f" {experts['full']:.1f} before (`benchmarks/moe.py`)."
+        f"- **Sentence embeddings**, MiniLM-L6 with {100 * text['flops_kept']:.0f} % of its FLOPs: the cosine"
+        f" similarity to the original's embeddings is {text['plain']:.3f} after the cut and"
+        f" {text['repaired']:.3f} after repair (`benchmarks/minilm.py`).\n"
+        "- **Experts**, a small Qwen2-MoE with half of its experts: perplexity"
+        f" {perplexity['reap, global: the cut']:.1f} after the cut and"
+        f" {perplexity['reap, global: kept and shared experts refitted']:.1f} after repair; the full model"
+        f" has {experts['full']:.1f} (`benchmarks/moe.py`)."
     )

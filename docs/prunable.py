@@ -14,20 +14,20 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 INTRODUCTION = """# What can be pruned
 
-`python benchmarks/zoo.py` tries every model below, each in a process of its own: it finds what can be removed, removes 40 % of each space at random, and saves and loads what is left. `python docs/prunable.py` writes this page from its results. All weights are random. The models of Hugging Face, of diffusers and those with experts are small versions, built from their configurations; of timm the smallest model of every family is taken. Full-size models have other widths, but the same parts can be removed.
+`python benchmarks/zoo.py` tries every model below, each in a separate process: it finds what can be removed, removes 40 % of each space at random, and saves and loads the smaller model. `python docs/prunable.py` writes this page from its results. All weights are random. The models of Hugging Face, of diffusers and those with experts are small versions, built from their configurations; of every family of timm, the smallest model is used. Full-size models have other widths, but the same parts can be removed.
 
 - A *channel* is one output of a convolution, with everything that reads it.
 - A *hidden* unit is one neuron between two linear maps; in a gated MLP, the same unit of gate, up and down together.
 - A *head* is one attention head, with its rows of q, k and v and its columns of the output projection; with grouped keys, one key-value group with its query heads.
 - An *expert* is one routed expert, with its row of the router.
-- A *block* is what one residual block adds to its stream. Blocks are looked for on request, see [language_models.md](language_models.md#residual-blocks), and are not in the tables.
+- A *block* is what one residual block adds to its stream. Blocks are only found if you name this kind, see [language_models.md](language_models.md#residual-blocks); they are not in the tables.
 
-The embedding width of a transformer with LayerNorm cannot be pruned: its norms mix all channels, so they can only be removed together. With RMSNorm it can, on request: kind `stream`. A part that cannot be removed on the example input is left out with the reason, and is never cut wrongly. `spaces.left_out` has the reasons for your model.
+The embedding width of a transformer with LayerNorm cannot be pruned: its norms mix all channels, so they can only be removed together. With RMSNorm it can, if you name the kind `stream`. A part that cannot be removed on the example input is left out with the reason, and is never cut wrongly. `spaces.left_out` has the reasons for your model.
 
 The columns:
 
 - *found*: units by kind, and in how many spaces.
-- *FLOPs kept*: the share of multiply-accumulates that is left when 40 % of each space goes.
+- *FLOPs kept*: the share of multiply-accumulates that is left after 40 % of each space was removed.
 - *equal*: zeroing the removed units and cutting them give the same output in float64 with random weights (to 1e-8; to 1e-4 for a model that only runs in float32), and params and FLOPs are as predicted. FLOPs are those of the example: a detector does more work where it finds more boxes, so for it they are an estimate, and a difference is written out.
 - *saved*: a new process loads the cut model and computes the same.
 - *seconds*: of processor time for discovery, with its check, and how many forward passes over the same example take as long.

@@ -58,7 +58,7 @@ def main(source: str, texts: str) -> None:
     spaces = fp.discover(
         model, {name: tensor[:1] for name, tensor in batches[0].items()}, kinds=["head", "hidden"]
     )
-    # The tokens stand in as labels, which neither the signal nor this loss looks at.
+    # The tokens are passed as labels; neither the signal nor this loss uses them.
     scores = fp.score(model, batches[:half], spaces=spaces, loss=contrastive, removal="activation")
     for rule in ("tod", "uniform", "global"):
         plan = fp.allocate(scores, keep=fp.Budget("flops", 0.7), rule=rule)

@@ -13,15 +13,13 @@ import fairpruner as fp
 
 @fp.removal_signal("norm_scale")
 def norm_scale(space: fp.UnitSpace, model: nn.Module) -> torch.Tensor:
-    """Network slimming: the absolute scale of the batch norm that each unit passes; [J], small = remove
-    first.
-    """
+    """Network slimming: the absolute scale of the batch norm after each unit, [J]; small = remove first."""
     return model.get_submodule(f"{space.name}_norm").get_parameter("weight").abs()
 
 
 @fp.removal_signal("silence")
 class Silence:
-    """The share of samples for which a unit says anything at all; units that are silent go first."""
+    """The share of samples on which a unit is not zero; units that are mostly zero are removed first."""
 
     def __init__(self, space: fp.UnitSpace) -> None:
         self.active, self.samples = torch.zeros(space.size), 0

@@ -359,7 +359,7 @@ def test_completion_offers_the_rules() -> None:
             ". is or holds pruned/plan.json, which this command reads or writes",
         ),
         (["cut", DEMO, "scores.safetensors", "-o", "new"], "Cannot read scores.safetensors"),
-        (["demo", "-o", "digits.npz/demo"], "is no folder that can be written"),
+        (["demo", "-o", "digits.npz/demo"], "is not a folder, or it is not writable"),
         (
             ["score", DEMO, "--data", "nothing.npz", "-o", "digits.npz/s.safetensors"],
             "Cannot write digits.npz/s.safetensors",

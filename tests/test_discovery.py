@@ -124,7 +124,7 @@ def test_group_norm_makes_a_group_a_unit_and_layer_norm_leaves_nothing() -> None
     layer = nn.Sequential(nn.Linear(3, 12), nn.LayerNorm(12), nn.Linear(12, 9), nn.ReLU(), nn.Linear(9, 2))
     spaces = fp.discover(layer, torch.randn(4, 3))
     assert found(spaces) == {"2": ("hidden", 9)}
-    assert "one unit" in spaces.left_out["0"]
+    assert "can only be removed together" in spaces.left_out["0"]
 
 
 def test_what_the_code_fixes_is_left_out_with_its_reason() -> None:

@@ -124,7 +124,7 @@ def test_normalised_weights_name_the_line_that_removes_them(name: str) -> None:
     with pytest.raises(fp.FairprunerError) as refusal:
         fp.discover(model, torch.randn(2, 4))
     call = f"torch.nn.utils.{line}(model.get_submodule('2'), 'weight')"
-    assert str(refusal.value).count(f"it is normalised in every forward; first call {call}") == 2
+    assert str(refusal.value).count(f"it is normalised in every forward pass; first call {call}") == 2
     remove(model.get_submodule("2"), "weight")
     assert fp.discover(model, torch.randn(2, 4)).names == ("0", "2")
 

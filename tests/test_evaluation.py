@@ -18,7 +18,14 @@ from typer.testing import CliRunner
 
 import fairpruner as fp
 from fairpruner.cli import app
-from fairpruner.evaluation import TASKS, check_text_unseen, evaluate, find_files, perplexity, read_tokens
+from fairpruner.evaluation import (
+    TASKS,
+    check_text_unseen,
+    evaluate,
+    find_files,
+    perplexity,
+    read_tokens,
+)
 from fairpruner.evaluation.tasks import parse_letter, parse_yes_or_no
 from fairpruner.inputs.hugging_face import tokenizer_of
 

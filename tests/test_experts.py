@@ -575,7 +575,7 @@ def test_a_cut_list_with_narrower_experts_is_saved_and_loaded(tmp_path: Path) ->
     fp.save(small, plan, tmp_path / "small")
     assert difference(small, fp.load(tmp_path / "small", build=plain_moe), example) == 0
     with pytest.raises(
-        fp.FairprunerError, match=r"it has blocks\.0\.experts of shape \[12\], the plan keeps 10"
+        fp.FairprunerError, match=r"blocks\.0\.experts has the shape \[12\], and the plan keeps 10"
     ):
         fp.save(model, plan, tmp_path / "wrong")
 

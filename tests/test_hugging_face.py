@@ -85,7 +85,7 @@ def test_an_example_for_every_kind_of_input() -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "is no folder here, and as a hub name it cannot be fetched: OSError"),
+        (None, "is not a folder here, and no model of this name can be downloaded from the hub: OSError"),
         (
             {"model_type": "bert", "architectures": ["BertForNothing"]},
             "is a BertForNothing, which transformers does not have",
@@ -134,7 +134,7 @@ def test_blocks_of_different_sizes_come_back_bit_for_bit_without_build(family: s
     )  # tied ones count once
     readme = (tmp_path / "small" / "README.md").read_text()
     assert 'fp.load("path/to/this/folder")' in readme
-    assert "Blocks keep different numbers (a configuration holds one number for all blocks" in readme
+    assert "cannot describe this model: a configuration has one number for all blocks" in readme
     with pytest.raises((RuntimeError, ValueError)):
         type(model).from_pretrained(tmp_path / "small")
     assert same(small, load_model(f"hf:{tmp_path / 'small'}"), example)
@@ -184,7 +184,7 @@ def test_heads_that_a_configuration_cannot_count_are_told(tmp_path: Path) -> Non
     plan = fp.Plan.removing(spaces, {s.name: (0, 1) for s in spaces if s.kind == "head"})
     fp.save(fp.cut(model, plan), plan, tmp_path / "small")
     readme = (tmp_path / "small" / "README.md").read_text()
-    assert "attention.self.query.weight would be [32, 32] instead of [16, 32]" in readme
+    assert "attention.self.query.weight would have the shape [32, 32] instead of [16, 32]" in readme
 
 
 def test_the_tokenizer_and_how_to_generate_come_along(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -226,9 +226,7 @@ def test_a_folder_of_another_library_needs_build(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     plan = fp.Plan.removing(fp.discover(model, torch.zeros(1, 4)), {"0": (1,)})
     fp.save(fp.cut(model, plan), plan, tmp_path / "small")
-    with pytest.raises(
-        fp.FairprunerError, match="does not say how to build the original architecture: give build="
-    ):
+    with pytest.raises(fp.FairprunerError, match="does not hold the original architecture: give build="):
         fp.load(tmp_path / "small")
 
 
@@ -290,7 +288,7 @@ def test_what_text_cannot_do_is_one_line(folders: dict[str, Path], tmp_path: Pat
         (
             (f"hf:{folders['bert']}", "--data", data),
             (
-                "BertForSequenceClassification is no causal language model, so its texts need classes:"
+                "BertForSequenceClassification is not a causal language model, so its texts need classes:"
                 " give --label-column"
             ),
         ),

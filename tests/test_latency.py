@@ -479,5 +479,5 @@ def test_pruning_in_one_call_takes_a_table() -> None:
     options: dict[str, dict[str, Any]] = {"score": {"removal": "l1"}, "allocate": {"latency": table}}
     _, plan = fp.prune(model, data, keep=fp.Budget("latency", 0.8), options=options)
     assert plan.predicted["latency_ms"] < plan.original["latency_ms"]
-    with pytest.raises(fp.FairprunerError, match="met in one round"):
+    with pytest.raises(fp.FairprunerError, match="needs a single round"):
         fp.prune(model, data, keep=fp.Budget("latency", 0.8), rounds=2, options=options)

@@ -365,5 +365,5 @@ def test_sizes_are_understood(text: str | int, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "5 apples", "GB", "0KB", "-3MB"])
 def test_sizes_that_are_not_are_refused(text: str) -> None:
-    with pytest.raises(fp.FairprunerError, match="shard size of"):
+    with pytest.raises(fp.FairprunerError, match="shard size is"):
         parse_size(text)

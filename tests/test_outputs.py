@@ -223,7 +223,7 @@ def test_without_force_the_old_folder_stays(place: Path) -> None:
     assert content_of(place) == before
 
 
-@pytest.mark.parametrize("stage", ["write_tensors", "write_papers", "_swap"])
+@pytest.mark.parametrize("stage", ["write_tensors", "write_documents", "_swap"])
 def test_the_old_folder_stays_when_writing_the_new_one_fails(
     stage: str, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -273,7 +273,7 @@ def become_a_file(place: Path) -> None:
         (add_folder, "holds runs, which fairpruner did not write"),
         (become_an_original_model, "holds no plan.json of fairpruner"),
         (put_a_plan_into_an_original_model, "holds model.safetensors, which fairpruner did not write"),
-        (become_a_file, "is no pruned model that fairpruner wrote"),
+        (become_a_file, "is not a pruned model that fairpruner wrote"),
     ],
 )
 def test_force_never_replaces_what_fairpruner_did_not_write(
@@ -289,13 +289,13 @@ def test_force_never_replaces_what_fairpruner_did_not_write(
 
 
 def test_force_checks_again_when_the_work_is_done(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    papers = folders.write_papers
+    papers = folders.write_documents
 
     def someone_adds_a_file_meanwhile(*arguments: Any) -> None:
         papers(*arguments)
         add_file(place)
 
-    monkeypatch.setattr(folders, "write_papers", someone_adds_a_file_meanwhile)
+    monkeypatch.setattr(folders, "write_documents", someone_adds_a_file_meanwhile)
     assert "holds notes.txt" in cut("-o", "old", "--force").stderr
     assert (place / "old" / "notes.txt").read_text() == "mine"
 
@@ -399,7 +399,10 @@ def test_no_file_is_copied_that_a_link_leads_out_of_the_source(llama: Path) -> N
     (llama / "whole" / "vocab.txt").symlink_to(llama / "secret.txt")
     (llama / "whole" / "real.txt").write_text("words")
     (llama / "whole" / "merges.txt").symlink_to("real.txt")
-    with pytest.warns(fp.FairprunerWarning, match=r"vocab.txt is a symbolic link that leads out"):
+    with pytest.warns(
+        fp.FairprunerWarning,
+        match=r"vocab.txt was not copied, because it is a symbolic",
+    ):
         run("cut", "hf:whole", "plan.json", *STREAM, "small")
     assert not (llama / "small" / "vocab.txt").exists()
     assert (llama / "small" / "merges.txt").read_text() == "words"

@@ -194,7 +194,7 @@ def test_mistakes_get_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(fp.FairprunerError, match="already holds a plan"):
         report(tmp_path, fp.allocate(scores, alpha=0.1))
     (tmp_path / "file").touch()
-    with pytest.raises(fp.FairprunerError, match="is no JSON file, or only a part of one"):
+    with pytest.raises(fp.FairprunerError, match="is not a complete JSON file"):
         report(scores, measured=tmp_path / "file")
     (tmp_path / "list.json").write_text("[0.91]")
     with pytest.raises(fp.FairprunerError, match="expected numbers by model"):

@@ -652,6 +652,6 @@ def test_samples_that_a_model_mixes() -> None:
     spaces = spaces_of(model, space("1", 4, ("1.weight", 0, "write"), ("2.weight", 1, "read")))
     with pytest.raises(
         FairprunerError,
-        match=r"'1' cannot be observed: 2.weight reads \[1, 4\], whose dim 0 is no multiple of the 2 sampl",
+        match=r"'1' cannot be observed: 2.weight reads \[1, 4\], whose dim 0 is not a multiple of the 2",
     ):
         score(model, [(torch.randn(4, 5), torch.arange(4) % 2)] * 2, spaces=spaces)

@@ -121,7 +121,7 @@ def test_pretrained_asks_the_zoo_for_its_weights(
     [
         ("timm:resnet19", "timm has no model 'resnet19': did you mean 'resnet1"),
         ("torchvision:resnet5", "torchvision has no model 'resnet5': did you mean"),
-        ("hf:./bert", "is no folder here, and as a hub name it cannot be fetched"),
+        ("hf:./bert", "is not a folder here, and no model of this name can be downloaded"),
         (
             "resnet50",
             "names no function: expected timm:name, torchvision:name, hf:name, package.module:function",
@@ -250,7 +250,7 @@ def test_weights_of_another_model_are_refused_and_nothing_is_changed(
         ("w.pt", lambda p: torch.save(small_net(), p), "hold more than tensors, which could run code"),
         ("w.pt", lambda p: torch.save([1, 2], p), "hold no state_dict"),
         ("w.pt", lambda p: p.write_bytes(b""), "cannot be read"),
-        ("w.safetensors", lambda p: p.write_text("text"), "is no safetensors file"),
+        ("w.safetensors", lambda p: p.write_text("text"), "is not a complete safetensors file"),
         ("w.bin", lambda p: p.write_text("text"), "Unknown kind of weights file '.bin'"),
         ("w.pt", lambda p: None, "No weights file"),
     ],

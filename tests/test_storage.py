@@ -373,7 +373,7 @@ def test_an_existing_empty_folder_is_filled_and_a_full_one_refused(
 def test_saving_another_model_than_the_plans_is_refused(
     pruned: tuple[nn.Module, Plan], tmp_path: Path
 ) -> None:
-    with pytest.raises(fp.FairprunerError, match=r"of shape \[6.*\], the plan keeps 3 along dim 0"):
+    with pytest.raises(fp.FairprunerError, match=r"has the shape \[6.*\], and the plan keeps 3 along dim 0"):
         fp.save(build(), pruned[1], tmp_path / "small")
     assert os.listdir(tmp_path) == []
 
@@ -493,8 +493,8 @@ def path(request: pytest.FixtureRequest, folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (truncate, "only a part of one"),
-        (replace_by_text, r"is no (safetensors|JSON) file"),
+        (truncate, "is not a complete"),
+        (replace_by_text, r"is not a complete (safetensors|JSON) file"),
         (lambda p: p.unlink(), "Cannot read"),
         (
             lambda p: edit(p, lambda c: c.update(version=2)),

@@ -33,7 +33,7 @@ from fairpruner.inputs.shard_index import shard_files
 from fairpruner.inputs.sources import resolve
 from fairpruner.inputs.text import Columns, load_text, read_rows
 from fairpruner.inputs.weights import load_weights
-from fairpruner.models.recorded import draw, record
+from fairpruner.models.recorded import draw_example, record
 from fairpruner.recovery.checkpoints import FILE
 
 EXAMPLE = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -249,7 +249,7 @@ def test_a_loaded_folder_is_verified_too(plan: fp.Plan, tmp_path: Path) -> None:
 )
 def test_an_example_is_drawn_as_it_was_recorded_and_its_numbers_are_not_kept(example: Any) -> None:
     recorded = json.loads(json.dumps(record(example)))
-    again = draw(recorded, torch.device("cpu"))
+    again = draw_example(recorded, torch.device("cpu"))
     assert record(again) is not None
     assert [(t.shape, t.dtype) for t in tensors(again)] == [(t.shape, t.dtype) for t in tensors(example)]
     if isinstance(example, dict):
@@ -273,7 +273,7 @@ def test_what_cannot_be_recorded_is_none() -> None:
 def test_a_recorded_example_of_a_billion_numbers_is_refused() -> None:
     big = {"tuple": [{"shape": [2**20, 2**10], "type": "float32", "range": [0, 1]}]}
     with pytest.raises(fp.FairprunerError, match="more than"):
-        draw(big, torch.device("cpu"))
+        draw_example(big, torch.device("cpu"))
 
 
 # Bombs and nonsense in sealed files
@@ -480,7 +480,7 @@ def test_a_folder_with_integer_or_complex_tensors_is_refused(plan: fp.Plan, tmp_
 def test_a_folder_with_a_null_report_is_one_sentence(plan: fp.Plan, tmp_path: Path) -> None:
     fp.save(fp.cut(Net(), plan), plan, tmp_path / "small")
     (tmp_path / "small" / "report.json").write_text("null")
-    with pytest.raises(fp.FairprunerError, match="is no report of fairpruner"):
+    with pytest.raises(fp.FairprunerError, match="is not a report of fairpruner"):
         fp.report(tmp_path / "small")
 
 

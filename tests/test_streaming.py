@@ -115,11 +115,11 @@ def quantised(whole: Path) -> None:
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
-        (no_files, "holds no model.safetensors and no index of several"),
+        (no_files, "has neither a model.safetensors nor an index of several"),
         (other_sizes, "The plan belongs to another model"),
-        (lost_tensor, r"The files hold nothing for 1 tensors of Qwen2MoeForCausalLM \(model.norm.weight\)"),
-        (cut_off, "model.safetensors is no safetensors file, or only a part"),
-        (quantised, "are quantised, and cannot be cut as they lie"),
+        (lost_tensor, r"1 tensors of Qwen2MoeForCausalLM are missing in the files \(model.norm.weight\)"),
+        (cut_off, "model.safetensors is not a complete safetensors file"),
+        (quantised, "are quantised, so they cannot be cut"),
     ],
 )
 def test_what_cannot_be_streamed_is_one_sentence_and_leaves_nothing(

@@ -116,7 +116,7 @@ def test_a_sample_is_even_over_the_classes(tmp_path: Path) -> None:
             "has the label 0.5 among others, expected whole numbers, or words",
         ),
         ('{"text": "a", "c": null}', Columns(label="c"), "has the label None"),
-        ("{not json", Columns(), "is no JSON file, or only a part of one"),
+        ("{not json", Columns(), "is not a complete JSON file"),
         ("", Columns(), "has 0 rows, expected at least one"),
         ("[1]", Columns(), "has 1 rows, expected at least one, each with named columns"),
     ],

@@ -4,7 +4,7 @@ import sys
 
 
 def main() -> None:
-    """Run the command, or say in one sentence what it needs."""
+    """Run the command; if a package is missing, exit with one sentence that names it."""
     try:
         from fairpruner.cli import app
     except ModuleNotFoundError as error:

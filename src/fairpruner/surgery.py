@@ -17,7 +17,7 @@ from fairpruner.models.experts import plain_experts
 from fairpruner.models.fingerprint import check_same_model
 from fairpruner.models.fitting import check_fits
 from fairpruner.models.narrowing import cut_units, mask_units
-from fairpruner.models.recorded import draw
+from fairpruner.models.recorded import draw_example
 from fairpruner.models.supported import check_supported
 
 # The class of the model that a plan from a file was verified on, so that it is verified only once.
@@ -51,7 +51,7 @@ def mask(model: nn.Module, plan: Plan, *, example: Any = None) -> nn.Module:
 
 
 def cut_without_weights(model: nn.Module, plan: Plan, *, room: int) -> nn.Module:
-    """`cut` for a model on the device "meta", which has shapes and no numbers.
+    """`cut` for a model on the device "meta", whose tensors have shapes but no numbers.
 
     A plan from a file is verified with random weights, in parts that take at most `room` bytes, and the
     shapes of the whole cut model once more on the device "meta".
@@ -93,14 +93,14 @@ def _examples(plan: Plan, device: torch.device) -> list[Any]:
             " input of the model."
         )
     with understanding("the examples that the plan's file records"):
-        examples = draw(plan.spaces.examples, device)
+        examples = draw_example(plan.spaces.examples, device)
     if not isinstance(examples, list) or not examples:
-        raise FairprunerError("The plan's file holds no list of examples: score and allocate again.")
+        raise FairprunerError("The plan's file has no list of examples: score and allocate again.")
     return examples
 
 
 def _verify(model: nn.Module, plan: Plan, examples: list[Any], room: int | None = None) -> None:
-    """Refuse a plan from a file unless cut and mask agree; a digest is no proof, as anyone can compute it."""
+    """Refuse a plan from a file unless cut and mask agree; its digest is no proof, as anyone can make one."""
     touched = [space for space in plan.spaces if plan.removed[space.name]]
     with plain_experts(model):
         _refuse(model, disagreement(model, examples, touched, plan.removed, room=room))

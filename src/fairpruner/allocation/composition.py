@@ -20,7 +20,7 @@ from fairpruner.errors import FairprunerError
 from fairpruner.models.fingerprint import fingerprint
 from fairpruner.models.narrowing import replaced_modules
 
-Axis = tuple[str, int | str]  # (tensor, dimension), or (module, attribute that holds a count)
+AxisName = tuple[str, int | str]  # (tensor, dimension), or (module, attribute that holds a count)
 
 
 def compose(first: Plan, second: Plan) -> Plan:
@@ -96,7 +96,7 @@ def _narrowed(plan: Plan) -> tuple[UnitSpace, ...]:
 
     The owners of the kept indices are renumbered.
     """
-    stays = _kept_indices(plan)
+    stays = _kept_along_axes(plan)
     gone = tuple(f"{part.module}." for part in replaced_modules(plan.spaces, plan.removed))
 
     def narrowed(space: UnitSpace) -> UnitSpace:
@@ -129,11 +129,11 @@ def _narrowed(plan: Plan) -> tuple[UnitSpace, ...]:
     return tuple(narrowed(space) for space in plan.spaces if left[space.name])
 
 
-def _kept_indices(plan: Plan) -> Mapping[Axis, NDArray[np.bool_]]:
+def _kept_along_axes(plan: Plan) -> Mapping[AxisName, NDArray[np.bool_]]:
     """For every axis that some space owns indices of: whether each index is kept."""
-    kept: dict[Axis, NDArray[np.bool_]] = {}
+    kept: dict[AxisName, NDArray[np.bool_]] = {}
     for space in plan.spaces:
-        axes: Sequence[tuple[Axis, Ints]] = [
+        axes: Sequence[tuple[AxisName, Ints]] = [
             *(((s.tensor, s.dim), s.owner) for s in space.slices),
             *(((c.module, c.attribute), c.owner) for c in space.counts),
         ]

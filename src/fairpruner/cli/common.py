@@ -32,7 +32,7 @@ from fairpruner.terminal.interrupts import STOPPED, interruptible
 
 @contextmanager
 def plain_warnings() -> Iterator[None]:
-    """Inside the block, warnings of fairpruner are printed as one sentence, without a line of code."""
+    """Inside the block, warnings of fairpruner are printed as one sentence, without their line of code."""
     usual = warnings.formatwarning
 
     def plain(
@@ -206,7 +206,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tabl
 
 
 def trained(source: str, weights: str | None, device: str = "cpu") -> nn.Module:
-    """The model that a source names, with its weights, on a device; notes if the weights are random."""
+    """The model that a source names, with its weights, on a device; prints a note if they are random."""
     if is_zoo(source) and weights is None:
         print(
             f"Note: {source} has random weights here; give --weights FILE, or --weights {PRETRAINED}.",

@@ -109,7 +109,7 @@ def evaluate_models(
         net = trained(source, None, device) if large is None else large.model
         if not is_causal(net):
             raise FairprunerError(
-                f"{type(net).__name__} is no causal language model, so it cannot generate answers: give a"
+                f"{type(net).__name__} is not a causal language model, so it cannot generate answers: give a"
                 " model that predicts the next token."
             )
         sizes[source] = fp.count_params(net)

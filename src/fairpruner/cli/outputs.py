@@ -25,7 +25,7 @@ def check_output(path: Path, kind: str, *sources: str | Path | None, force: bool
     nearest = next(parent for parent in real.parents if parent.exists())
     if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
         raise FairprunerError(
-            f"Cannot write {path}: {nearest} is no folder that can be written. Choose another place."
+            f"Cannot write {path}: {nearest} is not a folder, or it is not writable. Choose another place."
         )
     remove_abandoned(real.parent)
     for source in (place for given in sources for place in _places(given)):
@@ -50,8 +50,8 @@ def _check_replaceable(path: Path, kind: str) -> None:
     found = kind_of(path)
     if found != kind:
         raise FairprunerError(
-            f"{path} is no {kind} that fairpruner wrote, so --force does not replace it: choose another name,"
-            " or remove it yourself."
+            f"{path} is not a {kind} that fairpruner wrote, so --force does not replace it: choose another"
+            " name, or remove it yourself."
         )
     if kind_of(path.parent / "model.safetensors") == "model" and path.name == PLAN:
         raise FairprunerError(f"{path} belongs to the pruned model in its folder: choose another name.")

@@ -153,7 +153,7 @@ def score(
     net = trained(model, weights, device) if large is None else large.model
     if is_rows(data) and data_options.label_column is None and not is_causal(net):
         raise FairprunerError(
-            f"{type(net).__name__} is no causal language model, so its texts need classes: give"
+            f"{type(net).__name__} is not a causal language model, so its texts need classes: give"
             " --label-column."
         )
     batches = data_options.read(model, net, data)

@@ -71,7 +71,7 @@ class CostModel:
     more: Mapping[str, tuple[Term, ...]] = dataclass_field(default_factory=dict)
 
     def without(self, names: Mapping[str, Any]) -> CostModel:
-        """The costs when the spaces of these names stay whole."""
+        """The costs of plans that keep all units of the spaces with these names."""
         factors = tuple(
             Factor(f.size, {name: owned for name, owned in f.owned.items() if name not in names})
             for f in self.factors

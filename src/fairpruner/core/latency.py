@@ -3,7 +3,7 @@
 The milliseconds of an operation are the sum of a fixed part, a part proportional to its
 multiply-accumulates, and one part per axis proportional to the length of that axis, for norms and
 activations. Lengths are rounded up to the next multiple of `multiple`, because hardware computes in blocks.
-Lengths that are no multiple may cost an extra share of the work. The full model's latency is measured, not
+Lengths that are not a multiple may cost an extra share of the work. The full model's latency is measured, not
 predicted: its largest tensors may cost extra, and all shares refer to it.
 """
 
@@ -36,7 +36,7 @@ class TimedOp:
     factors: tuple[int, ...]  # the axes that it multiplies, as positions in LatencyTable.factors
     fixed: float
     work: float  # proportional to the product of the lengths
-    uneven: float  # added to `work` if a length is no multiple
+    uneven: float  # added to `work` if a length is not a multiple
     widths: tuple[float, ...]  # one per axis, proportional to its length
 
     def __post_init__(self) -> None:

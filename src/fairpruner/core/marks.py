@@ -1,4 +1,4 @@
-"""Marks of the files that fairpruner wrote, because `--force` replaces only those."""
+"""Marks in the files that fairpruner wrote: `--force` replaces only files with such a mark."""
 
 from __future__ import annotations
 

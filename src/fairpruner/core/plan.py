@@ -76,7 +76,7 @@ class Plan:
 
     @staticmethod
     def removing(spaces: Spaces, removed: Mapping[str, Sequence[int]]) -> Plan:
-        """A plan that removes just these units, chosen by the caller; spaces not named stay whole."""
+        """A plan that removes exactly these units; spaces that are not named keep all units."""
         for name in removed:
             _ = spaces[name]  # an error that names the space, if there is none of this name
         units = {name: tuple(_unit(name, unit) for unit in removed.get(name, ())) for name in spaces.names}
@@ -88,7 +88,7 @@ class Plan:
 
     @staticmethod
     def load(path: str | Path) -> Plan:
-        """Read a plan; a plan without a digest, as edited by hand, is accepted."""
+        """Read a plan; a plan without a digest, which people may edit by hand, is accepted."""
         content = read_json(path, "plan")
         with understanding(path):
             return Plan.from_json(content)
@@ -135,12 +135,12 @@ class Plan:
 
 
 def _latency(claimed: Any) -> dict[str, float]:
-    """The milliseconds in a file, which cannot be predicted anew without their latency table."""
+    """The milliseconds that a file states; without the latency table they cannot be computed again."""
     if not isinstance(claimed, dict) or "latency_ms" not in claimed:
         return {}
     milliseconds = real(claimed["latency_ms"], "latency_ms")
     if milliseconds < 0:
-        raise FairprunerError(f"latency_ms is {milliseconds}, expected no negative time.")
+        raise FairprunerError(f"latency_ms is {milliseconds}, expected 0 or more milliseconds.")
     return {"latency_ms": milliseconds}
 
 

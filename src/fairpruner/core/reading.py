@@ -53,12 +53,12 @@ def parse_json(text: str, path: str | Path) -> Any:
     except RecursionError as error:
         raise FairprunerError(f"{path} is nested too deeply for a JSON file of fairpruner.") from error
     except ValueError as error:
-        raise FairprunerError(f"{path} is no JSON file, or only a part of one: {error}.") from error
+        raise FairprunerError(f"{path} is not a complete JSON file: {error}.") from error
     return value
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number that JSON has")
+    raise ValueError(f"{name} is not a number in JSON")
 
 
 @contextmanager

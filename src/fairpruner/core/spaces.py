@@ -75,7 +75,7 @@ class Spaces:
         return found
 
     def only(self, kinds: Sequence[str] | None = None, skip: Sequence[str] = ()) -> Spaces:
-        """Some of the spaces; the others are left out, with the reason, and stay whole in every plan."""
+        """Some of the spaces; the others are left out with a reason, and every plan keeps all their units."""
         for kind in kinds or ():
             if kind not in KINDS:
                 raise unknown("kind", kind, KINDS)
@@ -112,7 +112,7 @@ class Spaces:
 
     @staticmethod
     def from_json(content: Mapping[str, Any]) -> Spaces:
-        """The spaces that gave this `to_json`; every field is checked, and how long its vectors would be."""
+        """The spaces that gave this `to_json`; every field and the total length of all vectors is checked."""
         _check_room(content)
         reasons = mapped(field(content, "left_out"), "left_out")
         spaces = Spaces(

@@ -57,7 +57,7 @@ def open_tensors(path: str | Path) -> Iterator[TensorFile]:
     except OSError as error:
         raise FairprunerError(f"Cannot read {path}: {error}.") from error
     except (SafetensorError, ValueError, KeyError) as error:
-        raise FairprunerError(f"{path} is no safetensors file, or only a part of one: {error}.") from error
+        raise FairprunerError(f"{path} is not a complete safetensors file: {error}.") from error
 
 
 def read_all(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor]]:
@@ -89,6 +89,6 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
 
 
 def _read_header(file: IO[bytes]) -> dict[str, Any]:
-    """The header of a file; afterwards `file` stands where the numbers of the tensors begin."""
+    """The header of a file; the next read from `file` gives the numbers of the first tensor."""
     header: dict[str, Any] = json.loads(file.read(int.from_bytes(file.read(LENGTH), "little")))
     return header

@@ -19,7 +19,7 @@ StandIn = Literal["input", "zeros"]
 KINDS: tuple[Kind, ...] = ("channel", "hidden", "head", "expert", "block", "stream")
 DEFAULT_KINDS: tuple[Kind, ...] = ("channel", "hidden", "head", "expert")  # that `discover` looks for
 ROLES: tuple[Role, ...] = ("write", "read", "carry", "route", "add")
-STAND_INS: tuple[StandIn, ...] = ("input", "zeros")
+STAND_IN_NAMES: tuple[StandIn, ...] = ("input", "zeros")
 MOST_UNITS = 2**27  # of a space in a file; the largest models have a tenth
 MOST_DIMS = 8  # of a tensor in a file
 MOST_OUTPUTS = 64  # of a module that is replaced, and of its arguments
@@ -108,8 +108,8 @@ class Replacement:
     @staticmethod
     def from_json(content: Any) -> Replacement:
         by, argument = field(content, "by"), field(content, "argument")
-        if by not in STAND_INS:
-            raise unknown("stand-in", by, STAND_INS)
+        if by not in STAND_IN_NAMES:
+            raise unknown("stand-in", by, STAND_IN_NAMES)
         if not isinstance(argument, str):
             argument = whole(argument, "the position of an argument", at_most=MOST_OUTPUTS)
         units = listed(field(content, "units"), "the units of a replaced module")

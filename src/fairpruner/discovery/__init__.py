@@ -39,13 +39,13 @@ def discover(
     kinds: Sequence[str] | None = None,
     skip: Sequence[str] = (),
 ) -> Spaces:
-    """Find what can be removed from a model, by one forward pass over `example` and a check of every
-    space found.
+    """Find what can be removed from a model, by one forward pass over `example` and a check of every space.
 
     A model with several branches may need `more_examples` that reach them: spaces are found and checked on
-    all examples, and costs are those of the first. `kinds` limits the search to some of `channel`,
-    `hidden`, `head`, `expert`, which are looked for by default, and `block` and `stream`, residual blocks and
-    the width of the residual stream, which are not; `skip` names spaces, modules or patterns to leave alone.
+    all examples, and costs are those of the first. `kinds` names the kinds to find. By default these are
+    `channel`, `hidden`, `head` and `expert`. The kinds `block` (residual blocks) and `stream` (the width of
+    the residual stream) are only found if you name them. `skip` names spaces, modules or patterns that are
+    not pruned.
 
     >>> import torch
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -64,58 +64,27 @@ def discover(
             f"discover needs an example: an input that {type(model).__name__} is called with."
         )
     with plain_experts(model):
+        kinds = DEFAULT_KINDS if kinds is None else kinds
         return _discover(model, [example, *more_examples], kinds, skip=skip, streamed=streamed)
 
 
 def _discover(
     model: nn.Module,
     examples: Sequence[Any],
-    kinds: Sequence[str] | None,
+    kinds: Sequence[str],
     *,
     skip: Sequence[str],
     streamed: Streamed | None,
 ) -> Spaces:
     """`discover`; the random weights of `model` stand for those of a streamed model, if there is one."""
-    blocks = expert_blocks(model)
-    experts = [expert_space(model, block, examples[0]) for block in blocks]
-    whole = {
-        space.name: f"routing needs all of its {space.size} experts"
-        for space in experts
-        if space.min_keep == space.size
-    }
-    removable = [space for space in experts if space.name not in whole]
-    norms = rms_norms(model, examples[0]).values() if "stream" in (kinds or ()) else ()
-    with as_scales(model, norms):
-        seen = trace(model, examples, removable)
-    assembled, fixed = assemble(seen, model)
-    stream: UnitSpace | None = None
-    if "stream" in (kinds or ()):
-        assembled, stream, why = with_stream(assembled, norms)
-        fixed = {**fixed, **why}
-    fused = {block.experts for block in blocks}
-    found = [aligned(space, fused) for space in assembled]
-    stream = None if stream is None else aligned(stream, fused)
-    unused = {module_of(name): UNUSED for name in seen.unmet}
-    left_out = {**unused, **fixed, **whole, **unsupported_experts(model)}
-    residual, kept = block_space(model, examples, skip) if "block" in (kinds or ()) else (None, {})
-    chosen = Spaces(
-        (*as_data_flows((*found, *removable), seen), *(s for s in (stream, residual) if s is not None)),
-        {**left_out, **kept},
-        CostModel((), (), ()),
-        fingerprint(model),
-    ).only(DEFAULT_KINDS if kinds is None else kinds, skip)
-    to_verify = [space for space in chosen if space.kind != "block"]
+    found, seen = _found(model, examples, kinds, skip)
+    chosen = found.only(kinds, skip)
     cached = cached_layers(model, examples[0])
     if streamed is None:
-        sound, failed = verify(model, examples, to_verify)
+        sound, failed = _verified(model, examples, chosen)
     else:
-        sound, failed = verify_by_layer(streamed, examples, to_verify)
+        sound, failed = verify_by_layer(streamed, examples, chosen.items)
         cached = as_in_files(cached, streamed)
-    if residual is not None and residual.name in chosen.names:
-        together = [*sound, residual]
-        wrong = Check(model, examples, together).failure(together)
-        sound = together if wrong is None else sound
-        failed |= {} if wrong is None else {residual.name: wrong.reason}
     left_out = {**chosen.left_out, **{name: _explained(reason, seen) for name, reason in failed.items()}}
     if not sound:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in list(left_out.items())[:5])
@@ -132,16 +101,69 @@ def _discover(
     )
 
 
+def _found(
+    model: nn.Module, examples: Sequence[Any], kinds: Sequence[str], skip: Sequence[str]
+) -> tuple[Spaces, Trace]:
+    """All spaces of the model before they are verified, still without costs, and the trace."""
+    blocks = expert_blocks(model)
+    experts = [expert_space(model, block, examples[0]) for block in blocks]
+    removable = [space for space in experts if space.min_keep < space.size]
+    whole = {
+        space.name: f"routing needs all of its {space.size} experts"
+        for space in experts
+        if space not in removable
+    }
+    norms = rms_norms(model, examples[0]).values() if "stream" in kinds else ()
+    with as_scales(model, norms):
+        seen = trace(model, examples, removable)
+    unused = {module_of(name): UNUSED for name in seen.unmet}
+    traced, fixed = assemble(seen, model)
+    left_out = {**unused, **fixed}
+    last: list[UnitSpace] = []
+    if "stream" in kinds:
+        traced, stream, why = with_stream(traced, norms)
+        last += [] if stream is None else [stream]
+        left_out |= why
+    left_out |= {**whole, **unsupported_experts(model)}
+    fused = {block.experts for block in blocks}
+    spaces = as_data_flows([*(aligned(space, fused) for space in traced), *removable], seen)
+    last = [aligned(space, fused) for space in last]
+    if "block" in kinds:
+        residual, kept = block_space(model, examples, skip)
+        last += [] if residual is None else [residual]
+        left_out |= kept
+    return Spaces((*spaces, *last), left_out, CostModel((), (), ()), fingerprint(model)), seen
+
+
+def _verified(
+    model: nn.Module, examples: Sequence[Any], chosen: Spaces
+) -> tuple[list[UnitSpace], dict[str, str]]:
+    """The spaces whose cut is correct, and name -> reason for the others.
+
+    Each residual block was verified when it was found. Here the blocks are verified together with all other
+    spaces.
+    """
+    blocks = [space for space in chosen if space.kind == "block"]
+    sound, failed = verify(model, examples, [space for space in chosen if space.kind != "block"])
+    for space in blocks:
+        together = [*sound, space]
+        wrong = Check(model, examples, together).failure(together)
+        if wrong is None:
+            sound = together
+        else:
+            failed[space.name] = wrong.reason
+    return sound, failed
+
+
 def _explained(reason: str, seen: Trace) -> str:
-    """A reason with its likely cause, where the model draws random numbers also in eval mode."""
+    """A reason; if the model draws random numbers in eval mode, this is named as the likely cause."""
     if not seen.random or "differ" not in reason:
         return reason
     return f"the model is random in eval mode ({', '.join(seen.random[:3])}), so a cut cannot be checked"
 
 
 def operation_costs(model: nn.Module, example: Any, spaces: Spaces) -> tuple[list[Factor], list[Term]]:
-    """The MACs of every operation that multiplies and adds, in the order in which the forward pass runs
-    them: one term for each, over the factors returned first.
+    """Factors, and one term over them for the MACs of each operation, in the order of the forward pass.
 
     >>> import torch
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))

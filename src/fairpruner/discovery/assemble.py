@@ -1,4 +1,4 @@
-"""From classes of ids to spaces of units, and the reasons for what was left out."""
+"""Make spaces of units from classes of ids, and record the reasons for those that are left out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fairpruner.discovery.trace import Trace
 
 
 def assemble(trace: Trace, model: nn.Module) -> tuple[list[UnitSpace], dict[str, str]]:
-    """Spaces found, and name -> reason for what was written but cannot be removed."""
+    """The spaces, and name -> reason for units that a weight writes but that cannot be removed."""
     partition = trace.partition
     families = _families(partition)
     slices = _slices(partition, families)
@@ -45,7 +45,7 @@ def assemble(trace: Trace, model: nn.Module) -> tuple[list[UnitSpace], dict[str,
 
 
 def as_data_flows(spaces: Iterable[UnitSpace], trace: Trace) -> list[UnitSpace]:
-    """Spaces in the order in which the forward pass first met what writes them."""
+    """Spaces in the order in which the forward pass first used the weights that write them."""
     met = {(axis.tensor, axis.dim): position for position, axis in enumerate(trace.partition.axes)}
     return sorted(
         spaces,
@@ -57,11 +57,10 @@ def as_data_flows(spaces: Iterable[UnitSpace], trace: Trace) -> list[UnitSpace]:
 
 @dataclass(frozen=True, eq=False)
 class _Families:
-    """A family is a set of classes that own indices of exactly the same axes. It becomes one space, and
-    each of its classes one unit.
+    """A family is a set of classes that own indices of exactly the same axes.
 
-    Families stand in the order of their producers. `of` and `unit` say for every id [ids] which family it
-    belongs to (-1: none) and which of its units it is part of.
+    A family becomes one space, and each of its classes one unit. Families are in the order of their
+    producers. For every id, [ids], `of` is its family (-1: none) and `unit` is its unit in this family.
     """
 
     members: list[Ints]  # the ids of each family
@@ -105,9 +104,7 @@ def _families(partition: Partition) -> _Families:
 
 
 def _signatures(partition: Partition, axis_of: Ints) -> Ints:
-    """A number for each id, equal where classes own indices of exactly the same axes and are locked for
-    the same reason.
-    """
+    """A number for each id; it is equal for classes of the same axes that are locked for the same reason."""
     pairs = np.unique(np.stack([partition.roots, axis_of], axis=1)[1:], axis=0)
     token = np.random.default_rng(0).integers(1, 2**62, size=len(partition.axes))
     total = np.zeros(partition.roots.size, dtype=np.int64)
@@ -126,20 +123,22 @@ def _names(partition: Partition, families: _Families) -> Iterator[str]:
 
 
 def module_of(tensor: str) -> str:
-    """The path of the module that holds a tensor; a parametrized tensor belongs to its user's module."""
+    """The path of the module that holds a tensor; for a parametrized tensor, of the module that uses it."""
     if ".parametrizations." in tensor:
         return tensor.split(".parametrizations.")[0]
     return tensor.rpartition(".")[0] or tensor
 
 
 def _why_not(partition: Partition, ids: Ints) -> str:
-    """Why a family cannot be removed, or nothing."""
+    """Why the units of a family cannot be removed; "" if they can."""
     if partition.lock[ids[0]]:
         return partition.reasons[int(partition.lock[ids[0]])]
     if not partition.usage[ids[0]] & Usage.READ:
         return "no weight reads it"
     if np.unique(partition.roots[ids]).size == 1:
-        return "a norm, a softmax or a shared size mixes all its indices, so they are one unit"
+        return (
+            "a norm, a softmax or a shared size ties all its channels, so they can only be removed together"
+        )
     return ""
 
 

@@ -1,9 +1,8 @@
-"""Residual blocks as units of one space: a block that adds to a stream can be removed, which equals adding
-zero.
+"""Residual blocks as units of one space: removing a block equals adding zero to its stream.
 
-A block is removed by modules: those that compute its branch get stand-ins without weights. The last of them
-returns zeros, the others pass their input on, so that the zeros have the shape of the stream. If a module
-holds whole blocks and nothing else, it passes its input on as soon as all of them are removed.
+To remove a block, the modules that compute its branch are replaced by stand-ins without weights. The last
+stand-in returns zeros. The others return their input, so that the zeros have the shape of the stream. A
+module that holds only blocks is replaced by one that returns its input if all of its blocks are removed.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import nn
 
 from fairpruner.core.spaces import matches
 from fairpruner.core.units import Replacement, Role, Slice, StandIn, UnitSpace
-from fairpruner.discovery.residual import Call, Graph, Residual, residual_graph
+from fairpruner.discovery.residual import Graph, ModuleCall, Residual, residual_graph
 from fairpruner.discovery.verify import verify
 from fairpruner.models.experts import expert_lists
 
@@ -34,7 +33,7 @@ class _Block:
     region: frozenset[int]
     ending: frozenset[str]
     replaced: tuple[Replacement, ...]
-    holder: Call  # the innermost call of a module in which the sum is computed
+    holder: ModuleCall  # the innermost call of a module in which the sum is computed
     reason: str = ""  # why it cannot be removed
 
 
@@ -73,7 +72,7 @@ def _blocks(graph: Graph, model: nn.Module) -> list[_Block]:
 
 
 def _with_twins(names: frozenset[str], model: nn.Module) -> frozenset[str]:
-    """Parameters, and those at the same place in the other experts of a list, which the example may miss."""
+    """Parameters, and those at the same place in the other experts of a list, which may not have run."""
     found = set(names)
     for path in expert_lists(model):
         own = [name.removeprefix(f"{path}.") for name in names if name.startswith(f"{path}.")]
@@ -112,15 +111,15 @@ def _block(
     return replace(block, reason=_obstacle(block, calls, graph, model, times))
 
 
-def _replacement(call: Call, argument: int | str | None, by: StandIn) -> Replacement:
+def _replacement(call: ModuleCall, argument: int | str | None, by: StandIn) -> Replacement:
     assert argument is not None  # the call was chosen for it
     return Replacement(call.path, (0,), by, argument, call.outputs)
 
 
 def _obstacle(
-    block: _Block, calls: Sequence[Call], graph: Graph, model: nn.Module, times: Mapping[str, int]
+    block: _Block, calls: Sequence[ModuleCall], graph: Graph, model: nn.Module, times: Mapping[str, int]
 ) -> str:
-    """Why a block cannot be removed by replacing these modules, or nothing."""
+    """Why a block cannot be removed by replacing these modules; None if it can."""
     if not calls:
         return "no module computes what it adds, so none can be replaced"
     paths = [call.path for call in calls]
@@ -142,7 +141,7 @@ def _obstacle(
     return "it multiplies outside of the modules that can be replaced" if outside else ""
 
 
-def _argument(call: Call, residual: Residual, region: frozenset[int]) -> int | str | None:
+def _argument(call: ModuleCall, residual: Residual, region: frozenset[int]) -> int | str | None:
     """The argument through which a call reads the branch so far, if it also returns a part of the branch."""
     if call.output not in region:
         return None
@@ -150,14 +149,14 @@ def _argument(call: Call, residual: Residual, region: frozenset[int]) -> int | s
     return next((key for key, number in call.inputs.items() if number in known), None)
 
 
-def _given(call: Call, stream: int) -> int | str | None:
+def _given(call: ModuleCall, stream: int) -> int | str | None:
     return next((key for key, number in call.inputs.items() if number == stream), None)
 
 
-def _outermost(calls: Sequence[Call]) -> list[Call]:
-    """Those calls that were not made inside of others."""
+def _outermost(calls: Sequence[ModuleCall]) -> list[ModuleCall]:
+    """The calls that were not made inside another of these calls."""
 
-    def inside(inner: Call, outer: Call) -> bool:
+    def inside(inner: ModuleCall, outer: ModuleCall) -> bool:
         return (
             inner.path.startswith(f"{outer.path}.") and outer.start <= inner.start <= inner.stop <= outer.stop
         )
@@ -166,11 +165,12 @@ def _outermost(calls: Sequence[Call]) -> list[Call]:
 
 
 def _is_whole(
-    holder: Call, residuals: Sequence[Residual], graph: Graph, model: nn.Module, read: Iterable[str]
+    holder: ModuleCall, residuals: Sequence[Residual], graph: Graph, model: nn.Module, read: Iterable[str]
 ) -> bool:
-    """Whether a call does nothing but add these blocks to its input: it is given the stream of the first,
-    returns the sum of the last, if need be through operations without weights, and has no parameters but
-    those that were read.
+    """Whether a call does nothing but add these blocks to its input.
+
+    It takes the stream of the first block, returns the sum of the last one, possibly through operations
+    without weights, and has no parameters except those that the blocks read.
     """
     last = residuals[-1].total
     if _given(holder, residuals[0].stream) is None or holder.output is None or holder.output < last:

@@ -18,7 +18,7 @@ from fairpruner.models.experts import expert_blocks
 
 
 class TermBuilder:
-    """Turns lengths of axes into terms. Axes whose indices belong to the same units share one factor."""
+    """Makes terms from the lengths of axes; axes whose indices belong to the same units share one factor."""
 
     def __init__(self, partition: Partition, spaces: Sequence[UnitSpace]) -> None:
         self.factors: list[Factor] = []
@@ -43,8 +43,9 @@ class TermBuilder:
         self._roots = partition.roots
 
     def term(self, total: int, axes: Sequence[Ints], place: str) -> Term:
-        """A cost that is `total` for the whole model and proportional to the kept ids of each axis; zero
-        without the block that holds `place`, the path of a module or parameter.
+        """A cost that is `total` for the whole model and proportional to the kept ids of each axis.
+
+        It is zero if the residual block around `place`, the path of a module or parameter, is removed.
         """
         factors = self._block_factor(place)
         for ids in axes:
@@ -54,7 +55,7 @@ class TermBuilder:
                 total, rest = divmod(total, ids.size)
                 if rest:
                     raise AssertionError(
-                        f"a cost of {total * ids.size + rest} is no multiple of its axis of {ids.size}"
+                        f"a cost of {total * ids.size + rest} is not a multiple of its axis of {ids.size}"
                     )
         return Term(total, tuple(factors))
 
@@ -76,9 +77,7 @@ class TermBuilder:
         return self._positions[key]
 
     def _block_factor(self, place: str) -> list[int]:
-        """The position of a factor that is 1 while the block around a place is kept; nothing if there is
-        none.
-        """
+        """The position of a factor that is 1 if the block around a place is kept; empty without a block."""
         while place and place not in self._blocks:
             place = place.rpartition(".")[0]
         if not place:
@@ -104,7 +103,7 @@ class TermBuilder:
 
 
 def operation_terms(trace: Trace, spaces: Sequence[UnitSpace]) -> tuple[list[Factor], list[Term]]:
-    """The MACs of every operation, in the order in which the forward pass ran them."""
+    """The MACs of every operation, in the order of the forward pass."""
     builder = TermBuilder(trace.partition, spaces)
     return builder.factors, [builder.term(cost.macs, cost.axes, cost.module) for cost in trace.costs]
 
@@ -112,8 +111,9 @@ def operation_terms(trace: Trace, spaces: Sequence[UnitSpace]) -> tuple[list[Fac
 def cost_model(
     trace: Trace, spaces: Sequence[UnitSpace], model: nn.Module, cached: Sequence[CachedLayer] = ()
 ) -> CostModel:
-    """Parameters, bytes and FLOPs of every plan over these spaces; where the model has them, also inner and
-    active parameters and the bytes of its cache of keys and values.
+    """Parameters, bytes and FLOPs of every plan over these spaces.
+
+    Where the model has them, also inner and active parameters, and the bytes of its cache of keys and values.
     """
     builder = TermBuilder(trace.partition, spaces)
     axes = _parameter_axes(trace, model)
@@ -141,8 +141,9 @@ def cost_model(
 def _active_params(
     builder: TermBuilder, partition: Partition, model: nn.Module, axes: Mapping[str, Sequence[Ints]]
 ) -> list[Term]:
-    """The parameters that one token uses: of the experts of a block as many as it is sent to. Nothing for
-    models without experts, or if it is not known how many these are.
+    """The parameters that one token uses: of each block, only as many experts as the token is sent to.
+
+    Empty for models without experts, or if it is not known how many experts a token uses.
     """
     blocks = expert_blocks(model)
     if not blocks or any(block.top_k is None for block in blocks):
@@ -163,9 +164,7 @@ def _active_params(
 
 
 def _parameter_axes(trace: Trace, model: nn.Module) -> dict[str, list[Ints]]:
-    """Parameter name -> the ids along each of its dimensions; all that a listed expert holds is gone with
-    that expert.
-    """
+    """Parameter name -> the ids along each of its dimensions; in a list of experts, also the expert's id."""
     axes: dict[str, list[Ints]] = {}
     modules = dict(model.named_modules())
     for axis in trace.partition.axes:
@@ -178,7 +177,7 @@ def _parameter_axes(trace: Trace, model: nn.Module) -> dict[str, list[Ints]]:
 
 
 def _merged(terms: Sequence[Term]) -> tuple[Term, ...]:
-    """Terms over the same factors added up."""
+    """The same terms; those over the same factors are added up."""
     totals: dict[tuple[int, ...], int] = {}
     for term in terms:
         key = tuple(sorted(term.factors))

@@ -1,4 +1,4 @@
-"""Spaces that fail alone because code splits a tensor into equal parts, coupled part by part."""
+"""Coupling spaces that fail alone because code splits a tensor into equal parts."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from fairpruner.core.units import Count, Slice, UnitSpace
 
 
 def couple(spaces: Sequence[UnitSpace]) -> list[tuple[UnitSpace, list[str]]]:
-    """One space for each set of equally large spaces that own parts of the same producer, with their
-    names.
+    """(coupled space, names of its parts) for each set of equally large spaces with the same producer.
 
-    A block that chunks its input into halves works as long as both halves lose the same number of units:
-    unit j of the coupled space is the j-th of every part.
+    A block that splits its input into halves works as long as both halves lose the same number of units. So
+    unit j of the coupled space consists of the j-th unit of every part.
     """
     families: list[tuple[set[tuple[str, int]], list[UnitSpace]]] = []  # what each writes, and its spaces
     for space in spaces:
@@ -29,7 +28,7 @@ def _joined(parts: Sequence[UnitSpace]) -> UnitSpace:
     slices: dict[tuple[str, int], Slice] = {}
     for part in (s for space in parts for s in space.slices):
         known = slices.get((part.tensor, part.dim))
-        # Parts own different indices, and say -1 elsewhere.
+        # Parts own different indices; all other entries are -1.
         owner = part.owner if known is None else np.maximum(known.owner, part.owner)
         slices[part.tensor, part.dim] = Slice(part.tensor, part.dim, owner, part.role)
     counts: dict[tuple[str, str], Count] = {}

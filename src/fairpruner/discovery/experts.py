@@ -1,4 +1,4 @@
-"""Routed experts while a model is traced: which axes count them, which ran, which are twins."""
+"""Routed experts while a model is traced: which axes count them, which of them ran, and with what."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from fairpruner.core.units import UnitSpace
 
 
 class ExpertLists:
-    """The experts of the given spaces. Those that are modules stand in an `nn.ModuleList`: the path of
-    the list stands for a tensor, whose dimension 0 counts the modules.
+    """The experts of the given spaces.
+
+    Experts that are modules are in an `nn.ModuleList`. In slices, the path of this list is used like the name
+    of a tensor whose dimension 0 counts the modules.
     """
 
     def __init__(self, model: nn.Module, spaces: Sequence[UnitSpace] = ()) -> None:
@@ -44,10 +46,10 @@ class ExpertLists:
         return next((self._places[id(m)] for m in modules if id(m) in self._places), None)
 
     def all_see_all(self, name: str) -> bool:
-        """Whether every expert of a list was called with the very same tensor: with all tokens.
+        """Whether every expert of a list was called with the same tensor, that is, with all tokens.
 
-        Then the work of a removed expert is gone. Where tokens are divided among experts, the others take
-        over the tokens of a removed one, and the work stays.
+        Then removing an expert saves its work. If each token is sent to some experts only, the others take
+        over the tokens of a removed expert, and no work is saved.
         """
         inputs = [self._inputs.get((name, number)) for number in range(len(self.lists[name]))]
         return inputs[0] is not None and all(x is inputs[0] for x in inputs)

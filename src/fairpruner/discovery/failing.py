@@ -1,4 +1,4 @@
-"""Errors of a user's code while cuts are tried: most are an answer, a lack of memory never is."""
+"""Errors of the model's code while cuts are tried: they show a wrong cut, unless memory ran out."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import nn
 
 from fairpruner.errors import FairprunerError
 
-# torch raises a plain RuntimeError with these words when the processor's memory is used up.
+# torch raises a plain RuntimeError with these words if the main memory is full.
 OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 
 

@@ -1,8 +1,8 @@
-"""Attributes that say how many heads an attention module has, or how wide they are together.
+"""The attributes of an attention module that hold the number of its heads, or the width of all heads.
 
 They are found by value and by place: whole numbers on the modules that hold the projections of the heads, or
-one above, that fit the number of units or the width of a projection. A first guess is made of those that the
-code of the module mentions. Where a cut with it fails, other choices are tried.
+one level above, that equal the number of heads or the width of a projection. The first guess takes those that
+the code of the module mentions. If a cut with this guess fails, other choices are tried.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from torch import nn
 
 from fairpruner.core.arrays import Ints
 from fairpruner.core.units import Count, UnitSpace
-from fairpruner.models.attention import STAND_INS
+from fairpruner.models.attention import FEWER_HEADS
 from fairpruner.models.code_names import names_in_code
 from fairpruner.models.narrow_heads import HEADS_WIDTHS
 
 TRIALS = 8  # choices of attributes that are tried before heads are left out
-SIZES = ("dim", "size", "width", "channels")  # words in the name of an attribute that is no number of heads
+SIZES = ("dim", "size", "width", "channels")  # words in names of attributes that are not a number of heads
 
 
 Place = tuple[str, str, bool]
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """An attribute that may count heads or their width, and whether the first guess says so."""
+class SizeCandidate:
+    """An attribute that may count heads or their width, and whether the first guess takes it."""
 
     count: Count
     guessed: bool
@@ -40,13 +40,14 @@ POSITIONS = ("layer_idx", "layer_index", "layer_id", "layer_number")
 
 
 def head_counts(space: UnitSpace, model: nn.Module) -> tuple[Count, ...]:
-    """The counts that most likely shrink with a space of heads."""
+    """The first guess: the attributes that shrink with a space of heads."""
     return tuple(candidate.count for candidate in _candidates(space, model) if candidate.guessed)
 
 
 def other_choices(space: UnitSpace, model: nn.Module) -> Iterator[UnitSpace]:
-    """The space with other attributes than the first guess, the nearest choices first; each also with code
-    that takes the width of the heads from the width of its input.
+    """The space with other choices of attributes, those nearest to the first guess first.
+
+    Each choice is also tried with a class whose code may take the width of the heads from its input.
     """
     places = list(dict.fromkeys(_place(space, candidate.count) for candidate in _free(space, model)))
     flips = [set(f) for changes in range(len(places) + 1) for f in combinations(places, changes)]
@@ -78,7 +79,7 @@ def _with(space: UnitSpace, model: nn.Module, flipped: Collection[Place]) -> Uni
     )
 
 
-def _free(space: UnitSpace, model: nn.Module) -> list[Candidate]:
+def _free(space: UnitSpace, model: nn.Module) -> list[SizeCandidate]:
     """The candidates that a choice may change: not what tracing found to be a count."""
     found = _candidates(space, model)
     traced = [c for c in space.counts if not any(_same(c, other.count) and other.guessed for other in found)]
@@ -86,9 +87,7 @@ def _free(space: UnitSpace, model: nn.Module) -> list[Candidate]:
 
 
 def _place(space: UnitSpace, count: Count) -> Place:
-    """Where a count stands in its block: the last name of its module, unless that is a number, and whether
-    units are written there.
-    """
+    """The place of a count in its block: the last name of its module, and whether units are written there."""
     name = count.module.rpartition(".")[2]
     return ("" if name.isdigit() else name), count.attribute, _writes(space, count.module)
 
@@ -101,30 +100,38 @@ def _same(a: Count, b: Count) -> bool:
     return (a.module, a.attribute) == (b.module, b.attribute)
 
 
-def _candidates(space: UnitSpace, model: nn.Module) -> list[Candidate]:
-    found: list[Candidate] = []
+def _candidates(space: UnitSpace, model: nn.Module) -> list[SizeCandidate]:
+    """Every attribute near a space that may count its heads or their width."""
+    found: list[SizeCandidate] = []
     for path in dict.fromkeys(_nearby(space)):
         module = model.get_submodule(path)
-        if type(module) in STAND_INS or type(module) in STAND_INS.values():
+        if type(module) in FEWER_HEADS or type(module) in FEWER_HEADS.values():
             owner = _shares(space.size, int(vars(module)["num_heads"]))
-            found += [Candidate(Count(path, "num_heads", owner), True)] if owner is not None else []
+            found += [SizeCandidate(Count(path, "num_heads", owner), True)] if owner is not None else []
             continue
         mentioned = names_in_code(type(module))
         for attribute, value in _whole_numbers(module):
-            name = attribute.rpartition(".")[2]
-            used = mentioned is None or set(attribute.split(".")) <= mentioned
-            if not used and ("head" not in name or "." in attribute):
-                continue
-            a_size = any(word in name for word in SIZES)
-            if (owner := _widths(space, value)) is not None:
-                found.append(Candidate(Count(path, attribute, owner), a_size))
-            elif (owner := _shares(space.size, value)) is not None and (
-                space.kind == "head" or value == space.size
-            ):
-                counts_heads = "head" in name or value == space.size
-                guessed = counts_heads and not a_size and _writes(space, path)
-                found.append(Candidate(Count(path, attribute, owner), guessed))
+            named_after_heads = "head" in attribute and "." not in attribute  # a dot: from a configuration
+            if mentioned is None or set(attribute.split(".")) <= mentioned or named_after_heads:
+                candidate = _candidate(space, path, attribute, value)
+                found += [] if candidate is None else [candidate]
     return found
+
+
+def _candidate(space: UnitSpace, path: str, attribute: str, value: int) -> SizeCandidate | None:
+    """The attribute of a module as a candidate, if its value is a width of heads or a number of heads."""
+    name = attribute.rpartition(".")[2]
+    named_as_size = any(word in name for word in SIZES)
+    owner = _widths(space, value)
+    if owner is not None:
+        return SizeCandidate(Count(path, attribute, owner), named_as_size)
+    owner = _shares(space.size, value)
+    if owner is None or (space.kind != "head" and value != space.size):
+        return None
+    counts_heads = "head" in name or value == space.size
+    return SizeCandidate(
+        Count(path, attribute, owner), counts_heads and not named_as_size and _writes(space, path)
+    )
 
 
 def _whole_numbers(module: nn.Module) -> Iterator[tuple[str, int]]:
@@ -158,7 +165,7 @@ def _around(space: UnitSpace) -> str:
 
 
 def _shares(units: int, value: int) -> Ints | None:
-    """Heads dealt out evenly to the units."""
+    """The unit of each head; every unit gets the same number of heads."""
     return np.repeat(np.arange(units), value // units) if value > 0 and value % units == 0 else None
 
 
@@ -172,8 +179,9 @@ def _widths(space: UnitSpace, value: int) -> Ints | None:
 
 
 def _narrowed(space: UnitSpace) -> tuple[Count, ...]:
-    """The width of all heads as a count of the module that holds their projections: one for each dimension
-    of its input that the code may take it from.
+    """The width of all heads as a count of the module that holds their projections.
+
+    There is one count for each dimension of its input from which the code may take this width.
     """
     reading = [part.owner for part in space.slices_of("read") if (part.owner >= 0).all()]
     around = _around(space)

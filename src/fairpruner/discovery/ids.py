@@ -1,4 +1,4 @@
-"""Ids for every index of every tensor dimension, and which of them can only be removed together."""
+"""Ids of the indices of every tensor dimension, and which ids can only be removed together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random weights under which no signal dies on its way, so that a wrong cut cannot look right."""
+"""Random weights with which activations do not vanish, so that a wrong cut changes the output."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from torch import nn
 from fairpruner.models.narrowing import Change
 from fairpruner.models.torch_private import AnyConvolution
 
-# Windows begin this many numbers apart: a multiple of 16, since some kernels want aligned matrices, and of
-# a prime, so that a row of one matrix rarely equals a row of another.
+# The distance between the starts of two windows, in numbers. It is a multiple of 16, because some kernels
+# need aligned matrices, and of a prime, so that a row of one matrix rarely equals a row of another.
 APART = 16 * 61
 
 
 def lively_weights(model: nn.Module, dtype: torch.dtype | None) -> Change:
-    """Random tensors for a whole model. Its matrices are windows into one pool for each fan-in, so that
-    together they take the memory of the largest.
+    """Random tensors for a whole model.
+
+    Matrices of the same fan-in are windows into one pool, so together they take the memory of the largest.
     """
     stacks = frozenset(_stacks(model))
-    # An embedding with max_norm writes into its weight, which therefore must not lie in the pool.
+    # An embedding with max_norm writes into its weight, so this weight must not be a part of the pool.
     written = {
         f"{path}.weight" for path, module in model.named_modules() if getattr(module, "max_norm", None)
     }
@@ -65,9 +66,9 @@ def _stacks(model: nn.Module) -> Iterator[str]:
 
 
 def lively(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """Random numbers of a tensor's shape: scales and variances near one, matrices of variance 2 / fan-in.
+    """Random numbers in a tensor's shape: scales and variances near one, matrices of variance 2 / fan-in.
 
-    Integers stay; on the device "meta", where a tensor has none, they are zeros and masks are open.
+    Integers are copied. A tensor on the device "meta" has no numbers: integers become 0, and masks True.
     """
     if not tensor.is_floating_point():
         unknown = torch.ones if tensor.dtype is torch.bool else torch.zeros
@@ -80,5 +81,5 @@ def lively(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.
 
 
 def _home(device: torch.device) -> torch.device:
-    """Where numbers for a tensor are: on the CPU for a tensor without memory."""
+    """The device of a tensor's numbers; the CPU for a tensor on the device "meta"."""
     return torch.device("cpu") if device.type == "meta" else device

@@ -16,7 +16,7 @@ _HOOKS = {WeightNorm: "remove_weight_norm", SpectralNorm: "remove_spectral_norm"
 def normalised_weights(model: nn.Module) -> dict[str, str]:
     """Parameter name -> why it cannot be cut, with the line that makes it a plain weight."""
     return {
-        name: f"it is normalised in every forward; first call {line}"
+        name: f"it is normalised in every forward pass; first call {line}"
         for path, module in model.named_modules()
         for name, line in (*_parametrized(path, module), *_hooked(path, module))
     }

@@ -1,4 +1,4 @@
-"""What is known so far while a model runs: shadows of tensors, running modules, attributes that count."""
+"""The state of a trace: shadows of tensors, running modules, and attributes that count units."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class SizeAttribute:
 
 
 class Recorder:
-    """Gives tensors their shadows; rules read and change it, one operation after the other."""
+    """Holds the shadows of tensors; the rules of operations read and change them."""
 
     def __init__(self, model: nn.Module, experts: ExpertLists) -> None:
         self.ids = Ids()
@@ -47,8 +47,10 @@ class Recorder:
         self._named: dict[int, Shadow] = {}  # of parameters and buffers
 
     def shadow(self, tensor: Any, *, buffers: bool = False) -> Shadow:
-        """The shadow of a tensor; parameters and buffers get theirs when they are first met, constants have
-        none. What is made of buffers alone counts as a constant, unless `buffers` are asked for.
+        """The shadow of a tensor; it is empty for constants.
+
+        Parameters and buffers get theirs when they are first used. A tensor computed from buffers alone
+        counts as a constant, unless `buffers` is true.
         """
         if not isinstance(tensor, torch.Tensor):
             return EMPTY
@@ -60,9 +62,7 @@ class Recorder:
         return EMPTY if found.buffer and not buffers else found
 
     def put(self, tensor: torch.Tensor, shadow: Shadow) -> None:
-        """Give a tensor its shadow; experts are followed only while they lie along one dimension of a
-        weight.
-        """
+        """Give a tensor its shadow; experts are followed only along a dimension of a weight."""
         if self._experts.axes:
             kept = tuple(
                 idmap
@@ -116,8 +116,8 @@ class Recorder:
         return next((self._modules[id(m)] for m in reversed(self.running) if id(m) in self._modules), "")
 
     def count(self, attribute: str, value: int, ids: Ints) -> None:
-        """Remember that the running module's attribute, if it has this value, counts these ids."""
-        for module in reversed(self.running[-2:]):  # a functional helper's caller is one above
+        """Record that an attribute of the running module counts these ids, if it has this value."""
+        for module in reversed(self.running[-2:]):  # a helper may run inside the module with the attribute
             if id(module) in self._modules and getattr(module, attribute, None) == value:
                 self.size_attributes.append(SizeAttribute(self._modules[id(module)], attribute, ids))
                 return
@@ -128,12 +128,15 @@ class Recorder:
         self.random[f"{operation} in {path or 'the model itself'}"] = None
 
     def finish_experts(self, model: nn.Module) -> dict[str, Axis]:
-        """Give experts that no token chose what their twins have; returns the axis of each list."""
+        """Treat experts that no token chose like the others of their list; returns the axis of each list."""
+        # An axis for each list: its indices are the experts.
         lists = {name: self.new_axis(name, 0, len(listed)) for name, listed in self._experts.lists.items()}
+        # Ids for parameters of experts that the forward pass has not used.
         routed = {name for name, _ in self._experts.axes}
         for name, parameter in model.named_parameters():
             if name in routed:
                 self.named_shadow(parameter)
+        # Parameters at the same place in all experts of a list get the usage of all of them together.
         axes: dict[str, list[Axis]] = {}
         for axis in self.ids.axes:
             axes.setdefault(axis.tensor, []).append(axis)
@@ -147,7 +150,7 @@ class Recorder:
         return all(id(parameter) in self._named for parameter in parameters)
 
     def blank(self, tensor: torch.Tensor) -> None:
-        """Give a new tensor of zeros ids of its own, so that an initial state takes the units it meets."""
+        """Give a new tensor of zeros its own ids, so that an initial state joins the units it is added to."""
         if tensor not in self._shadows and tensor.is_floating_point():
             self._shadows[tensor] = self._with_ids(BLANK, tensor)
             for idmap in self._shadows[tensor].maps:

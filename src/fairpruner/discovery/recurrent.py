@@ -15,7 +15,7 @@ from fairpruner.discovery.ids import as_ids
 from fairpruner.discovery.recorder import Recorder, SizeAttribute
 from fairpruner.discovery.shadow import extent
 
-PROJECTED = "torch wants a hidden_size above the proj_size, so only projected units can be removed"
+PROJECTED = "torch needs a hidden_size above the proj_size, so only projected units can be removed"
 
 
 def tie_recurrent(recorder: Recorder, model: nn.Module) -> None:
@@ -37,8 +37,8 @@ def _counted(module: nn.Module) -> Iterator[tuple[str, list[nn.Parameter]]]:
     ih, hh, hr = (
         [p for name, p in weights.items() if name.startswith(f"weight_{kind}")] for kind in ("ih", "hh", "hr")
     )
-    yield "input_size", ih[:1]  # of the first layer; what others read, other layers write
-    if hr:  # an LSTM with projections: what recurs is the projected state
+    yield "input_size", ih[:1]  # of the first layer; other layers read what the layer before writes
+    if hr:  # an LSTM with projections passes the projected state to the next step
         yield "hidden_size", hr
         yield "proj_size", hh
     else:

@@ -1,4 +1,4 @@
-"""Residual sums in one forward pass: where a branch is added to the very stream that it was computed from.
+"""Residual sums in one forward pass: places where a branch is added to the stream it was computed from.
 
 Every tensor that an operation makes is a *node*; its parents are the tensors that the operation read. A sum
 is residual if one of its two operands, the *stream*, is an ancestor of the other, the *branch*. The *ending*
@@ -67,7 +67,7 @@ class Node:
 
     number: int
     name: str  # of the operation
-    arguments: tuple[int | None, ...]  # the nodes of its arguments by position; None for what is no tensor
+    arguments: tuple[int | None, ...]  # the nodes of its arguments by position; None: not a tensor
     parents: tuple[int, ...]  # all nodes that it read
     parameter: str = ""  # the name, if it is a parameter or computed from one alone
     activation: bool = False  # whether it depends on the model's input
@@ -76,7 +76,7 @@ class Node:
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class ModuleCall:
     """One call of a module: the nodes made meanwhile are those with numbers in [start, stop)."""
 
     path: str
@@ -101,7 +101,7 @@ class Graph:
     """All nodes and calls of one forward pass."""
 
     nodes: list[Node] = field(default_factory=list)
-    calls: list[Call] = field(default_factory=list)
+    calls: list[ModuleCall] = field(default_factory=list)
     _endings: dict[int, frozenset[str] | None] = field(default_factory=dict)
 
     def residuals(self) -> list[Residual]:
@@ -190,7 +190,7 @@ class Graph:
         return None
 
     def _first(self, numbers: Iterable[int]) -> frozenset[str] | None:
-        """The ending of the first factor that has one; a product is zero if one factor is."""
+        """The ending of the first factor that has one; a product is zero if one factor is zero."""
         return next((found for n in numbers if (found := self.ending(n)) is not None), None)
 
 
@@ -281,7 +281,7 @@ def _watching(recording: _Recording, model: nn.Module) -> Iterator[None]:
             inputs |= {key: number for key, number in named.items() if number < start}
             first = next(tensors_of(output), None)
             recording.graph.calls.append(
-                Call(
+                ModuleCall(
                     paths[id(module)],
                     start,
                     len(recording.graph.nodes),

@@ -41,8 +41,9 @@ def expert_space(model: nn.Module, block: ExpertBlock, example: Any) -> UnitSpac
 
 
 def _fewest(model: nn.Module, space: UnitSpace, example: Any) -> int:
-    """The least number of experts with which the model runs. Used where only the model's code knows how
-    many experts a token uses.
+    """The smallest number of experts with which the model runs.
+
+    It is needed if no attribute holds the number of experts that a token uses.
     """
 
     def runs(kept: int) -> bool:
@@ -62,7 +63,7 @@ def _fewest(model: nn.Module, space: UnitSpace, example: Any) -> int:
 
 
 def aligned(space: UnitSpace, fused: Collection[str]) -> UnitSpace:
-    """The space, which keeps a multiple of 8 units if fused experts compute or read them."""
+    """The space; it keeps a multiple of 8 units if fused experts compute or read them."""
     inside = any(part.tensor.rpartition(".")[0] in fused for part in space.slices)
     wide = space.kind in ("hidden", "stream")
     return replace(space, multiple=math.gcd(space.size, ROW)) if inside and wide else space

@@ -1,8 +1,8 @@
-"""Shadows: beside every tensor, which units its elements belong to, and how they combine.
+"""Shadows: for every tensor, the units that its elements belong to, and how shadows combine.
 
 A shadow is a list of *id maps*: integer tensors of the same shape as the real tensor, which hold the id of
-every element. An activation mostly has one map. A weight has one for each dimension, since its rows belong
-to other units than its columns.
+every element. An activation usually has one map. A weight has one map for each dimension, because its rows
+and its columns belong to different units.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ IdMap = torch.Tensor
 class Shadow:
     """The id maps of one tensor.
 
-    `weight` is true if it was computed from parameters and constants alone, `buffer` if from buffers and
-    constants alone. Buffers are constants to all rules but movements and elementwise operations: there a
-    frozen norm's statistics or a table of positions meet the units that they belong to.
+    `weight` is true if the tensor was computed from parameters and constants alone, `buffer` if from buffers
+    and constants alone. Most rules treat buffers as constants. Movements and elementwise operations do not,
+    because there the statistics of a frozen norm or a table of positions meet the units they belong to.
     """
 
     maps: tuple[IdMap, ...]
@@ -37,7 +37,7 @@ EMPTY = Shadow(())
 
 
 def extent(idmap: IdMap) -> tuple[bool, ...]:
-    """Along which dimensions the ids of a map change, even if all of them are of one class."""
+    """The dimensions along which the ids of a map change, even if all of them are in one class."""
     return _changes(squash(idmap).numpy())
 
 
@@ -46,11 +46,11 @@ def _changes(ids: Ints) -> tuple[bool, ...]:
 
 
 class Algebra:
-    """How shadows meet in an operation: side by side, united, or reduced."""
+    """How the shadows of operands combine in an operation: side by side, united, or reduced."""
 
     def __init__(self, ids: Ids) -> None:
         self.ids = ids
-        # Maps of weights beside maps of activations that they had nothing in common with when they met.
+        # Maps of weights that stand beside maps of activations, because no dimension was common to both.
         self._apart: list[tuple[list[IdMap], IdMap, str]] = []
 
     def roots(self, idmap: IdMap) -> Ints:
@@ -59,13 +59,11 @@ class Algebra:
         return self.ids.find(small.reshape(-1).numpy()).reshape(small.shape)
 
     def varying(self, idmap: IdMap) -> tuple[bool, ...]:
-        """Along which dimensions the class of an element changes."""
+        """The dimensions along which the class of an element changes."""
         return _changes(self.roots(idmap))
 
     def combine(self, a: Shadow, b: Shadow, shape: Sequence[int]) -> tuple[IdMap, ...]:
-        """Maps of an elementwise result: maps that lie along a common dimension are united, others stand
-        side by side.
-        """
+        """Maps of an elementwise result: maps along a common dimension are united, others are not."""
         mixed = a.weight != b.weight  # a weight meets an activation
         merged = [idmap.expand(shape) for idmap in a.maps]
         for other in b.maps:
@@ -78,8 +76,9 @@ class Algebra:
         return tuple(merged)
 
     def combine_all(self, operands: Sequence[Shadow], shape: Sequence[int]) -> tuple[IdMap, ...]:
-        """Maps of many operands together: activations, then weights, then buffers, so that weights meet
-        activations rather than each other.
+        """Maps of many operands, combined in this order: activations, weights, buffers.
+
+        So a weight is combined with an activation rather than with another weight.
         """
         total = Shadow((), weight=True)
         for operand in sorted((o for o in operands if o.maps), key=lambda o: (o.weight, o.buffer)):
@@ -91,9 +90,7 @@ class Algebra:
         return total.maps
 
     def _related(self, a: IdMap, b: IdMap, mixed: bool) -> bool:
-        """Whether two maps lie along a common dimension; a weight that every unit of an activation shares
-        does not count.
-        """
+        """Whether two maps change along a common dimension; not if all units share the same weight."""
         extent_a, extent_b = extent(a), extent(b)
         if not any(extent_a) and not any(extent_b):
             return True
@@ -101,7 +98,7 @@ class Algebra:
         return together and not (mixed and (self._repeats(a, extent_b) or self._repeats(b, extent_a)))
 
     def _repeats(self, idmap: IdMap, other: Sequence[bool]) -> bool:
-        """Whether the other map stays the same along a dimension where the class of this one changes."""
+        """Whether the other map is constant along a dimension where the class of this map changes."""
         return any(varies and not lies for varies, lies in zip(self.varying(idmap), other, strict=True))
 
     def _unite(self, a: IdMap, b: IdMap) -> IdMap:
@@ -137,8 +134,10 @@ class Algebra:
         return np.full(size, NONE, dtype=np.int64)
 
     def settle(self, maps: Sequence[IdMap], operands: Sequence[Shadow], what: str) -> Shadow:
-        """The shadow of an elementwise result. Of maps side by side it keeps those of the activations, not
-        those of a weight that all units share (a norm's weight inside every head).
+        """The shadow of an elementwise result.
+
+        Of maps side by side, it keeps those of activations, and drops those of a weight that all units share,
+        such as the weight of a norm inside every head.
         """
         if all(s.weight or not s.maps for s in operands):
             return Shadow(tuple(maps), weight=True, buffer=all(s.buffer for s in operands if s.maps))
@@ -153,8 +152,9 @@ class Algebra:
         return Shadow(tuple(maps))
 
     def settle_rest(self) -> None:
-        """Unite weights with activations whose units turned out to be larger after they met, as a bias for
-        each head with heads; the others belong to no unit.
+        """Unite weights with activations whose units became larger after both had met, such as heads.
+
+        The remaining weights belong to no unit.
         """
         apart = self._apart
         while joined := [(own, b) for own, b, _ in apart if any(self._related(a, b, True) for a in own)]:

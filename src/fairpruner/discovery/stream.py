@@ -3,7 +3,7 @@
 A norm mixes all channels, so an ordinary trace finds that they can only be removed together. But under
 RMSNorm their removal is exact. With J channels of which K are kept, x / sqrt(sum(x²) / J + e) * w equals
 x / sqrt(sum(x²) / K + e J / K) * w sqrt(J / K) if the removed channels are zero. So the norms of the stream
-are traced as mere scales, and `cut` rescales the weight and the epsilon of each.
+are traced as plain scales, and `cut` rescales the weight and the epsilon of each.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _scale(module: nn.Module, offset: int) -> Any:
 def with_stream(
     spaces: Sequence[UnitSpace], norms: Iterable[Norm]
 ) -> tuple[list[UnitSpace], UnitSpace | None, dict[str, str]]:
-    """The spaces without the one whose channels pass norms, that one as the stream, or why there is none."""
+    """The spaces without the stream, and the stream as a space, or the reason why there is none."""
     by_weight = {f"{norm.module}.weight": norm for norm in norms}
     holding = [s for s in spaces if any(part.tensor in by_weight for part in s.slices)]
     others = [space for space in spaces if space not in holding]

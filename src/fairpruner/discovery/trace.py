@@ -1,4 +1,4 @@
-"""One forward pass with shadows: what the model does with every unit, seen below its Python code."""
+"""One forward pass in which every operation of torch is also applied to shadows, which follow the units."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class OperationCost:
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """All that the forward pass showed."""
+    """The result of tracing."""
 
     partition: Partition
     costs: tuple[OperationCost, ...]
@@ -90,8 +90,9 @@ class ShadowMode(TorchDispatchMode):
 
 
 def trace(model: nn.Module, examples: Sequence[Any], experts: Sequence[UnitSpace] = ()) -> Trace:
-    """Run the model once on each example and follow the indices of every parameter through it, except
-    which expert they belong to. Costs are those of the first example.
+    """Run the model once on each example, and follow the indices of every parameter through it.
+
+    The dimension that counts experts is not followed. Costs are those of the first example.
     """
     lists = ExpertLists(model, experts)
     recorder = Recorder(model, lists)
@@ -123,8 +124,10 @@ def trace(model: nn.Module, examples: Sequence[Any], experts: Sequence[UnitSpace
 
 
 def _shared_out(cost: OperationCost, lists: ExpertLists, axes: dict[str, Axis]) -> OperationCost:
-    """The cost of an expert that sees all tokens depends on that expert being kept; of other experts it
-    does not, since the tokens of a removed expert go to the others.
+    """The cost of one operation; that of an expert that sees all tokens is 0 without this expert.
+
+    Where each token goes to some experts only, the others take over the tokens of a removed expert, and the
+    cost does not change.
     """
     if cost.expert is None or not lists.all_see_all(cost.expert[0]):
         return cost
@@ -134,7 +137,7 @@ def _shared_out(cost: OperationCost, lists: ExpertLists, axes: dict[str, Axis]) 
 
 @contextmanager
 def _watching_modules(recorder: Recorder, experts: ExpertLists) -> Iterator[None]:
-    """Know which modules are running, through global hooks, so that the user's model gets none."""
+    """Record which modules are running, through global hooks, so that the user's model gets no hooks."""
 
     def enter(module: nn.Module, inputs: Any) -> None:
         recorder.running.append(module)

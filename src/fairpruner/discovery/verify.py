@@ -1,8 +1,8 @@
-"""The check of every space: on the examples, the masked model and the cut model compute the same.
+"""The check of every space: on the examples, the masked model and the cut model give the same output.
 
-All spaces are checked together. If that fails, the module that fails points to the spaces at fault, and
-these are set aside, together with spaces of the same form elsewhere in the model. Those set aside are tried
-again later, one form at a time, so that a fault repeated in fifty blocks costs a few forward passes.
+All spaces are checked together. If that fails, the module in which it fails shows which spaces are at fault.
+These are set aside, together with the spaces of the same form in other blocks. Later they are tried again,
+one form at a time. So a fault that is repeated in fifty blocks costs only a few forward passes.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from fairpruner.models.devices import device_of_model, has_float64
 from fairpruner.models.narrowing import copy_with, cut_units, mask_units
 from fairpruner.models.torch_private import tree_map_only
 
-# A right cut differs by rounding alone. float32 is fast and decides nearly always; where it does not,
-# float64 does. A model that runs in neither is tried in its own type.
+# The outputs of a correct cut differ only by rounding. float32 is fast and nearly always decides; if it does
+# not, float64 does. A model that runs in neither type is tried in the type of its parameters.
 PRECISIONS: tuple[tuple[torch.dtype | None, float], ...] = (
     (torch.float32, 1e-4),
     (torch.float64, 1e-9),
@@ -39,12 +39,12 @@ PRECISIONS: tuple[tuple[torch.dtype | None, float], ...] = (
 )
 FAILURES = 3  # so often spaces of one form are tried again before the rest of the form is left out
 
-Removed = dict[str, Ints]
+RemovedUnits = dict[str, Ints]
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why mask and cut do not agree, and the path of the module where that shows, if one does."""
+    """Why mask and cut do not agree, and the path of the module in which it shows, if there is one."""
 
     reason: str
     path: str | None = None
@@ -53,8 +53,9 @@ class Failure:
 def verify(
     model: nn.Module, examples: Sequence[Any], spaces: Sequence[UnitSpace]
 ) -> tuple[list[UnitSpace], dict[str, str]]:
-    """The spaces whose cut is right, some of them changed or coupled for that, and name -> reason for the
-    others.
+    """The spaces whose cut is correct, and name -> reason for the others.
+
+    Some spaces only become correct with other attributes, or coupled with another space.
     """
     check = Check(model, examples, spaces)
     sound, aside = _set_aside(check, spaces)
@@ -72,7 +73,7 @@ def verify(
 
 
 def _set_aside(check: Check, spaces: Sequence[UnitSpace]) -> tuple[list[UnitSpace], list[UnitSpace]]:
-    """Spaces that are right together, and those of the forms that failures pointed to."""
+    """Spaces that are correct together, and the spaces of the forms at fault."""
     sound, aside = list(spaces), set[object]()
     while sound and (failure := check.failure(sound)):
         blamed = _blamed(failure, sound) or [_first_failing(check, [], sound, failure)[0]]
@@ -89,8 +90,9 @@ def _by_form(spaces: Sequence[UnitSpace]) -> Iterator[list[UnitSpace]]:
 
 
 def _right(check: Check, spaces: list[UnitSpace], failed: dict[str, str]) -> list[UnitSpace]:
-    """Those of some spaces of one form whose cut is right, perhaps with other attributes that say their
-    number; the others join `failed`.
+    """The correct ones of some spaces of one form, if need be with other attributes that count their units.
+
+    The others are added to `failed`.
     """
     if check.failure(spaces) is None:
         return spaces
@@ -104,7 +106,7 @@ def _right(check: Check, spaces: list[UnitSpace], failed: dict[str, str]) -> lis
 def _right_together(
     check: Check, sound: Sequence[UnitSpace], again: Sequence[UnitSpace], failed: dict[str, str]
 ) -> list[UnitSpace]:
-    """Those of some spaces that are right together with the sound ones; the others join `failed`."""
+    """The spaces that are correct together with the `sound` ones; the others are added to `failed`."""
     wrong: dict[str, str] = {}
     while rest := [space for space in again if space.name not in wrong]:
         failure = check.failure([*sound, *rest])
@@ -125,7 +127,7 @@ def _right_together(
 def _first_failing(
     check: Check, sound: Sequence[UnitSpace], spaces: Sequence[UnitSpace], failure: Failure
 ) -> tuple[UnitSpace, str]:
-    """Of spaces that fail together: the first with which the earlier ones fail, and the reason."""
+    """Of spaces that fail together: the first one with which those before it fail, and the reason."""
     good, bad = 0, len(spaces)
     while bad - good > 1:
         middle = (good + bad) // 2
@@ -135,9 +137,7 @@ def _first_failing(
 
 
 def _blamed(failure: Failure, spaces: Sequence[UnitSpace]) -> list[UnitSpace]:
-    """The spaces with slices in the module where a failure shows, or else in the nearest one around it.
-    Slices that write there are not at fault.
-    """
+    """The spaces that the module of a failure reads or carries, or else the nearest module around it."""
     path = failure.path
     while path:
         inside = [
@@ -152,8 +152,10 @@ def _blamed(failure: Failure, spaces: Sequence[UnitSpace]) -> list[UnitSpace]:
 
 
 def _form(space: UnitSpace) -> tuple[object, ...]:
-    """What spaces at corresponding places of repeated blocks have in common: names without the numbers of
-    blocks. A number right before the tensor's name tells layers of one block apart, so it stays.
+    """The form of a space: spaces at the same place of repeated blocks have the same form.
+
+    It consists of the names of its tensors without the numbers of blocks. A number right before the name of
+    a tensor is kept, because it distinguishes the layers of one block.
     """
     parts = {(re.sub(r"(^|\.)\d+(?=\.\w+\.)", r"\1#", s.tensor), s.dim, s.role) for s in space.slices}
     return (space.kind, *sorted(parts))
@@ -167,9 +169,9 @@ def disagreement(
     *,
     room: int | None = None,
 ) -> str:
-    """Why mask and cut of just these units do not agree on the examples, or nothing.
+    """Why mask and cut of exactly these units do not agree on the examples; None if they agree.
 
-    With `room`, spaces are checked in parts whose tensors take at most so many bytes in float32, or one by
+    With `room`, spaces are checked in parts whose tensors take at most this many bytes in float32, or one by
     one. Tensors that a part does not touch take no memory, so a model on the device "meta" can be checked.
     """
     units = {name: np.asarray(gone, dtype=np.int64) for name, gone in removed.items()}
@@ -201,8 +203,9 @@ def _parts(model: nn.Module, spaces: Sequence[UnitSpace], room: int | None) -> I
 
 
 def runs_without_numbers(model: nn.Module, small: nn.Module, example: Any) -> str:
-    """Why a cut model on the device "meta" does not give the outputs' shapes of the whole one, or nothing;
-    nothing too if the whole model does not run there.
+    """Why the output of a cut model on the device "meta" has other shapes than that of the whole model.
+
+    None if the shapes are equal, or if the whole model does not run there.
     """
     inputs = tree_map_only(torch.Tensor, lambda t: t.to("meta"), example)
     try:
@@ -225,7 +228,7 @@ class Check:
     def __init__(self, model: nn.Module, examples: Sequence[Any], spaces: Sequence[UnitSpace]) -> None:
         rng = np.random.default_rng(0)
         some, others = _halves(spaces)
-        self._rounds: list[Removed] = [
+        self._rounds: list[RemovedUnits] = [
             {space.name: _drawn(space, rng, most=True) for space in spaces},
             {space.name: _drawn(space, rng, most=False) for space in some},
             {space.name: _drawn(space, rng, most=False) for space in others},
@@ -233,12 +236,12 @@ class Check:
         self._examples = examples
         self.model = model
         self._lively = cache(partial(lively_weights, model))
-        # Where mask and cut differ in this type, they differ.
+        # A difference in this type is taken as the answer.
         self._decisive = torch.float64 if has_float64(device_of_model(model)) else torch.float32
         self._runs = cache(self._whole_model_runs)
 
     def failure(self, spaces: Sequence[UnitSpace]) -> Failure | None:
-        """Why mask and cut of these spaces do not agree, or nothing."""
+        """Why mask and cut of these spaces do not agree; None if they agree."""
         for drawn in self._rounds:
             removed = {space.name: drawn[space.name] for space in spaces if space.name in drawn}
             for position in range(len(self._examples)) if removed else ():
@@ -247,7 +250,9 @@ class Check:
                     return failure
         return None
 
-    def disagreement(self, spaces: Sequence[UnitSpace], removed: Removed, position: int) -> Failure | None:
+    def disagreement(
+        self, spaces: Sequence[UnitSpace], removed: RemovedUnits, position: int
+    ) -> Failure | None:
         failure = None
         for dtype, tolerance in PRECISIONS:
             if dtype is torch.float64 and self._decisive is not torch.float64:
@@ -266,7 +271,7 @@ class Check:
             other = Visits()
             try:
                 masked = _outputs(mask_units(self.model, spaces, removed, weights=weights), inputs, other)
-            except Exception as error:  # a file's example may fit the cut model and not the whole one
+            except Exception as error:  # a file's example may only fit the cut model
                 raise_if_out_of_memory(error, self.model)
                 failure = Failure(f"the masked model cannot run: {first_line(error)}", other.running)
                 continue
@@ -290,8 +295,10 @@ class Check:
 
 
 def _halves(spaces: Sequence[UnitSpace]) -> tuple[list[UnitSpace], list[UnitSpace]]:
-    """Every other space, and the rest. Spaces that own parts of one producer are dealt out in turn: code
-    that splits it into equal parts must not pass because all parts lose the same number.
+    """The spaces in two halves. Spaces that own parts of one producer are put into different halves.
+
+    Otherwise code that splits the producer's output into equal parts could pass by chance, because all parts
+    lose the same number of units.
     """
     siblings: dict[tuple[str, int], list[UnitSpace]] = {}
     for space in spaces:
@@ -303,10 +310,10 @@ def _halves(spaces: Sequence[UnitSpace]) -> tuple[list[UnitSpace], list[UnitSpac
 
 
 def _drawn(space: UnitSpace, rng: np.random.Generator, *, most: bool) -> Ints:
-    """Units to remove: two thirds of a space, or an odd number up to that; more from its first half.
+    """Units to remove: two thirds of a space, or an odd number up to that; more of them from its first half.
 
-    Code that splits a tensor into equal parts gets the parts right by chance if they lose the same number,
-    or if the last one loses few. It cannot do so in all these draws.
+    Code that splits a tensor into equal parts is correct by chance if all parts lose the same number, or if
+    the last part loses few. It cannot be correct by chance in all these draws.
     """
     limit = max(1, min(space.size - space.min_keep, 2 * space.size // 3) // space.groups)
     depth = limit if most else int(rng.integers(-(-limit // 3), limit + 1) - 1) // 2 * 2 + 1

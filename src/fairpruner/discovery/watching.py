@@ -1,4 +1,4 @@
-"""Which module of a model runs, and what each returned: where a cut goes wrong."""
+"""Which modules run in a forward pass, and what they return: this shows in which module a cut goes wrong."""
 
 from __future__ import annotations
 

@@ -2,13 +2,13 @@
 
 from fairpruner.evaluation.perplexity import Perplexity, perplexity, read_tokens
 from fairpruner.evaluation.running import TaskResult, evaluate
-from fairpruner.evaluation.tasks import TASKS, Task, find_files
+from fairpruner.evaluation.tasks import TASKS, QuestionTask, find_files
 from fairpruner.evaluation.unseen import check_text_unseen
 
 __all__ = [
     "TASKS",
     "Perplexity",
-    "Task",
+    "QuestionTask",
     "TaskResult",
     "check_text_unseen",
     "evaluate",

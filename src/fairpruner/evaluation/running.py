@@ -12,7 +12,7 @@ import numpy as np
 from torch import nn
 
 from fairpruner.errors import FairprunerError, import_extra, unknown
-from fairpruner.evaluation.tasks import TASKS, Task
+from fairpruner.evaluation.tasks import TASKS, QuestionTask
 from fairpruner.evaluation.unseen import check_unseen
 from fairpruner.inputs.datasets import draw_balanced
 from fairpruner.inputs.text import Row
@@ -62,7 +62,7 @@ def evaluate(
     return results
 
 
-def _drawn(task: Task, rows: list[Row], limit: int | None) -> list[Row]:
+def _drawn(task: QuestionTask, rows: list[Row], limit: int | None) -> list[Row]:
     """At most `limit` items, evenly from the categories or answers, in the order of the file."""
     if limit is not None and limit < 1:
         raise FairprunerError(f"limit is {limit}, expected at least 1 item.")
@@ -71,7 +71,7 @@ def _drawn(task: Task, rows: list[Row], limit: int | None) -> list[Row]:
     return [rows[i] for i in np.sort(draw_balanced(labels.astype(np.int64), limit, seed=0))]
 
 
-def _result(task: Task, rows: Sequence[Row], answers: np.ndarray) -> TaskResult:
+def _result(task: QuestionTask, rows: Sequence[Row], answers: np.ndarray) -> TaskResult:
     """The result from answers [n, 2], (right, parsed) each, in total and by category."""
     kinds = np.array([task.category(row) for row in rows]) if task.category else np.array([])
     categories = {str(kind): _total(answers[kinds == kind]) for kind in np.unique(kinds)}
@@ -84,7 +84,7 @@ def _total(answers: np.ndarray) -> TaskResult:
 
 
 def _answers(
-    model: nn.Module, tokenizer: Any, task: Task, *, rows: Sequence[Row], batch_size: int
+    model: nn.Module, tokenizer: Any, task: QuestionTask, *, rows: Sequence[Row], batch_size: int
 ) -> list[tuple[bool, bool]]:
     """(answered right, answer could be parsed) for each row."""
     harness = _harness()

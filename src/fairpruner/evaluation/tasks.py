@@ -17,7 +17,7 @@ LETTERS = "ABCDEFGHIJ"
 
 
 @dataclass(frozen=True)
-class Task:
+class QuestionTask:
     """One task: its items are the rows of a file with these columns."""
 
     name: str
@@ -90,7 +90,7 @@ def _answer_mmlu_pro(row: Row) -> str:
     return letter
 
 
-# From the most to the least explicit. A bare letter elsewhere is no answer: it may be the word "A" or "I".
+# From the most to the least explicit. A bare letter elsewhere is not taken: it may be the word "A" or "I".
 LETTER_PATTERNS = (r"answer is:?\s*\(?([A-J])\b", r"^\W*([A-J])(?=\s*$|\s*[.):,\n])", r"\(([A-J])\)")
 
 
@@ -109,8 +109,8 @@ def parse_letter(text: str, row: Row) -> str | None:
     return None
 
 
-TASKS: dict[str, Task] = {
-    "wic": Task(
+TASKS: dict[str, QuestionTask] = {
+    "wic": QuestionTask(
         "wic",
         "validation",
         ("word", "sentence1", "sentence2", "label"),
@@ -119,7 +119,7 @@ TASKS: dict[str, Task] = {
         _answer_wic,
         parse_yes_or_no,
     ),
-    "mmlu_pro": Task(
+    "mmlu_pro": QuestionTask(
         "mmlu_pro",
         "test",
         ("question", "options", "answer", "answer_index", "category"),

@@ -1,6 +1,4 @@
-"""A pruned model on disk: one folder with its plan, its tensors, its numbers and a README.md that says
-how to load it.
-"""
+"""A pruned model on disk: one folder with its plan, its tensors, a report of its numbers and a README.md."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ from fairpruner.surgery import cut
 
 README = "README.md"
 SHARD_SIZE = "5GB"
-ALIGNMENT = 64  # bytes, of memory that torch allocates
+ALIGNMENT = 64  # bytes; torch allocates memory at multiples of this address
 
 
 def save(
@@ -46,12 +44,12 @@ def save(
     max_shard_size: str | int = SHARD_SIZE,
     force: bool = False,
 ) -> None:
-    """Write a cut model to a new folder: plan.json, model.safetensors, report.json and a README.md that
-    says how to load it.
+    """Write a cut model to a new folder: plan.json, model.safetensors, report.json and README.md.
 
-    `build` is the source of the original architecture ("timm:resnet18"), for that README. A model of
-    Hugging Face gets all that `transformers` reads, its tensors in files of at most `max_shard_size`,
-    and, if `build` is its "hf:" source, its tokenizer. `force` replaces a folder that `save` wrote before.
+    The README explains how to load the model; `build` is the source of the original architecture, such as
+    "timm:resnet18", that it names. For a Hugging Face model, the folder also has the files that
+    `transformers` reads: a configuration, tensors in files of at most `max_shard_size`, and the tokenizer if
+    `build` is an "hf:" source. `force` replaces a folder that `save` wrote before.
 
     >>> import fairpruner as fp, tempfile
     >>> def build(): return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -69,7 +67,7 @@ def save(
     small = without_removed_layers(small) if is_model(small) else small
     state = _state(small)
     with new_folder(folder, force=force) as temporary:
-        write_papers(small, plan, temporary, build)
+        write_documents(small, plan, temporary, build)
         if is_model(small):
             write_shards(
                 temporary,
@@ -84,12 +82,12 @@ def save(
 def load(
     folder: str | Path, build: Callable[[], nn.Module] | str | None = None, *, example: Any = None
 ) -> nn.Module:
-    """Rebuild a saved model, bit for bit and in eval mode: build the original architecture, cut it, fill
-    in the saved tensors.
+    """Rebuild a saved model, bit for bit and in eval mode.
 
-    `build` is a function or a source string; its weights do not matter. A model of Hugging Face can do
-    without: its configuration lies in the folder. Non-persistent buffers and requires_grad come from what
-    is built, dtypes from the file. `example` is used as by `cut`. See `save` for an example.
+    The original architecture is built, cut by the saved plan, and filled with the saved tensors. `build` is a
+    function or a source string that builds it, with any weights. A Hugging Face model needs no `build`,
+    because the folder has its configuration. Dtypes come from the file; non-persistent buffers and
+    requires_grad come from the model that is built. `example` is used as by `cut`. See `save` for an example.
     """
     folder = Path(folder)
     plan = Plan.load(folder / PLAN)
@@ -102,14 +100,14 @@ def load(
         )
         model = pretrained(str(folder), original)
         for content, tensors in parts:
-            # written as it lay in other files, where the configuration decides
+            # A streamed folder has the dtypes of the original files; its configuration names the right one.
             if "streamed" not in content:
                 _restore_types(model, tensors)
         return _apart_from_files(model)
     if build is None:
         raise FairprunerError(
-            f"Folder {folder} does not say how to build the original architecture: give build=, a function or"
-            " a source such as 'timm:resnet18'."
+            f"Folder {folder} does not hold the original architecture: give build=, a function that builds it"
+            " or a source such as 'timm:resnet18'."
         )
     small = cut(_built(build), plan, example=example)
     _fill(small, _read(folder / MODEL, seal(plan), folder)[1], folder / MODEL)
@@ -118,15 +116,16 @@ def load(
 
 @contextmanager
 def new_folder(folder: str | Path, *, force: bool) -> Iterator[Path]:
-    """A place to write a folder to, which takes its name when all is written. A folder that holds something
-    is refused, with `force` only if `save` did not write it.
+    """Yields a temporary folder, which is renamed to `folder` once everything is written.
+
+    A `folder` that exists and is not empty is refused. With `force` it is replaced if `save` wrote it.
     """
     folder = Path(folder)
     _check_room(folder, force)
     with written_whole(folder, over_folder=force) as temporary:
         temporary.mkdir()
         yield temporary
-        _check_room(folder, force)  # hours may have passed
+        _check_room(folder, force)  # again, because writing may take hours
 
 
 def _check_room(folder: Path, force: bool) -> None:
@@ -140,7 +139,7 @@ def _check_room(folder: Path, force: bool) -> None:
 
 
 def check_replaceable(folder: Path) -> None:
-    """Refuse to replace a folder that `save` did not write, or one that something was added to."""
+    """Refuse to replace a folder that `save` did not write, or to which other files were added."""
     advice = "so it is not replaced: choose another name, or remove it yourself."
     if kind_of(folder / PLAN) != "plan":
         raise FairprunerError(f"Folder {folder} holds no {PLAN} of fairpruner, {advice}")
@@ -153,10 +152,8 @@ def check_replaceable(folder: Path) -> None:
             )
 
 
-def write_papers(small: nn.Module, plan: Plan, folder: Path, build: str | None) -> None:
-    """Write all that a folder holds besides tensors; those of the model are not looked at, only their
-    shapes.
-    """
+def write_documents(small: nn.Module, plan: Plan, folder: Path, build: str | None) -> None:
+    """Write every file of the folder except the tensors; of the model's tensors, only the shapes are used."""
     plan.save(folder / PLAN)
     (folder / REPORT).write_text(readable(_report(small, plan)) + "\n", encoding="utf-8")
     served = write_pretrained_files(small, plan, folder, build) if is_model(small) else None
@@ -164,22 +161,21 @@ def write_papers(small: nn.Module, plan: Plan, folder: Path, build: str | None) 
 
 
 def seal(plan: Plan) -> Json:
-    """What ties the tensors of a folder to its plan; it encodes the whole plan, so once is enough."""
+    """Metadata for the files of tensors: a digest of the plan that they belong to."""
     return {"plan": digest(plan.to_json())}
 
 
 def _restore_types(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """A model of several types has them again; transformers would give all tensors the one of the
-    configuration.
-    """
+    """Give each tensor its saved dtype; transformers gives all tensors the one dtype of the configuration."""
     for name, target in _state(model).items():
         if name in tensors and tensors[name].dtype != target.dtype:
             target.data = tensors[name].clone()
 
 
 def _apart_from_files(model: nn.Module) -> nn.Module:
-    """Tensors that are views of files get memory of their own where it is not aligned as torch's is: the
-    last bits of sums depend on that.
+    """Copy the tensors that are views of a file at an address that torch would not have chosen.
+
+    The last bits of a sum depend on the alignment of the memory.
     """
     for tensor in _state(model).values():
         if tensor.data_ptr() % ALIGNMENT:
@@ -188,12 +184,12 @@ def _apart_from_files(model: nn.Module) -> nn.Module:
 
 
 def _read(file: Path, expected: Json, folder: Path) -> tuple[Json, dict[str, torch.Tensor]]:
-    """What a file says of itself and its tensors, once it is known to be as it was written for this plan."""
+    """The metadata and the tensors of a file, refused if it was written for another plan."""
     content, tensors = read_tensors(file, "model")
     if content.get("plan") != expected["plan"]:
         raise FairprunerError(
-            f"{PLAN} and {file.name} of folder {folder} do not belong together: restore the files that were"
-            " saved at once."
+            f"{PLAN} and {file.name} of folder {folder} do not belong together: restore the files of one"
+            " call of save."
         )
     return content, tensors
 
@@ -214,8 +210,8 @@ def _state(model: nn.Module) -> dict[str, torch.Tensor]:
     extra = [name for name in kept if name.endswith("_extra_state")]
     if extra:
         raise FairprunerError(
-            f"{type(model).__name__} keeps state that is no tensor ({', '.join(extra[:3])}), which cannot be"
-            " saved without pickle."
+            f"{type(model).__name__} has state that is not a tensor ({', '.join(extra[:3])}), which cannot be"
+            " saved without pickle: remove it from the state dict."
         )
     return {
         name: tensor for name, tensor in (*model.named_parameters(), *model.named_buffers()) if name in kept
@@ -223,7 +219,7 @@ def _state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _storable(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors on the CPU, each with memory of its own, as safetensors wants them."""
+    """The tensors on the CPU; no two share memory, because safetensors refuses that."""
     memory: set[int] = set()
     stored = {}
     for name, tensor in state.items():
@@ -245,11 +241,11 @@ def _fill(model: nn.Module, tensors: Mapping[str, torch.Tensor], path: Path) -> 
             " the architecture that was pruned."
         )
     for name, target in state.items():
-        target.data = tensors[name].to(target.device)  # in place, so that what is tied stays tied
+        target.data = tensors[name].to(target.device)  # in place, so that tied parameters stay tied
 
 
 def _check_is_cut(model: nn.Module, plan: Plan) -> None:
-    """Refuse to save a plan beside a model that it did not make."""
+    """Refuse a model whose shapes are not those that the plan leaves."""
     shapes = {
         name: list(tensor.shape)
         for name, tensor in (
@@ -259,7 +255,7 @@ def _check_is_cut(model: nn.Module, plan: Plan) -> None:
     }
     shapes |= {
         name: [len(module)] for name, module in model.named_modules() if isinstance(module, nn.ModuleList)
-    }  # experts that go as modules
+    }  # the number of experts in a list
     expected = kept_indices(plan.spaces, plan.removed)
     gone = tuple(f"{part.module}." for part in replaced_modules(plan.spaces, plan.removed))
     lists = tuple(
@@ -269,13 +265,13 @@ def _check_is_cut(model: nn.Module, plan: Plan) -> None:
     )
     for name, by_dim in expected.items():
         if name.startswith((*lists, *gone)):
-            continue  # modules of a list move up as others go, and a block takes its tensors with it
+            continue  # the modules of a shortened list have new numbers; a removed block has no tensors
         found = shapes.get(name)
         for dim, kept in by_dim.items():
             if found is None or len(found) <= dim or found[dim] != len(kept):
                 raise FairprunerError(
-                    f"The model to save is not the plan's: it has {name} of shape {found}, the plan keeps"
-                    f" {len(kept)} along dim {dim}. Save what cut(model, plan) returned."
+                    f"The model to save is not the cut of this plan: {name} has the shape {found}, and the"
+                    f" plan keeps {len(kept)} along dim {dim}. Save the model that cut(model, plan) returned."
                 )
 
 
@@ -309,8 +305,8 @@ def _readme(small: nn.Module, plan: Plan, build: str | None, served: str | None)
 |---|---|---|---|
 {rows}
 
-FLOPs are multiply-accumulates, bytes those of the parameters. `{PLAN}` says which units were removed,
-`{MODEL}` holds what is left, `{REPORT}` the numbers above and those of each space.
+FLOPs are multiply-accumulates; bytes are those of the parameters. `{PLAN}` lists the removed units, `{MODEL}`
+holds the remaining tensors, and `{REPORT}` has the numbers above and those of each space.
 
 ```python
 import fairpruner as fp

@@ -1,10 +1,9 @@
-"""What a saved model of Hugging Face has beside its tensors: its configuration, how it generates, its
-tokenizer.
+"""The files of a saved Hugging Face model besides its tensors: configuration, generation settings, tokenizer.
 
-A configuration holds one number for all blocks. Where all of them lost equally many units, the new
-numbers are written, and the folder is like any other; a model built from them proves it. Otherwise the
-configuration lists the sizes of what differs, and a file of code beside it lets `transformers` build
-that.
+A configuration has one number for all blocks. If all blocks keep the same number of units, the configuration
+gets the new numbers, and `transformers` loads the folder like any other. A model is built from this
+configuration to prove it. If blocks keep different numbers, the configuration lists every size that differs,
+and a Python file in the folder lets `transformers` build such a model.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from fairpruner.files.shrunk_config import EXPERTS, shrunk
 from fairpruner.inputs import pruned_modeling
 from fairpruner.inputs.hugging_face import auto_classes, is_source, local_file, place_of
 from fairpruner.models import removed
-from fairpruner.models.attention import STAND_INS
+from fairpruner.models.attention import FEWER_HEADS
 from fairpruner.models.code_names import names_in_code
 from fairpruner.models.counts import IN_CONFIG
 from fairpruner.models.narrow_heads import NarrowHeads
@@ -58,13 +57,11 @@ PRETRAINED_FILES = {CONFIG, GENERATION, CODE, *PREPROCESSING_FILES}
 BESIDE_SCALING = (
     "rope_theta",
     "partial_rotary_factor",
-)  # in "rope_parameters" since transformers 5, before that beside "rope_scaling"
+)  # transformers 5 has them inside "rope_parameters", earlier versions beside "rope_scaling"
 
 
 def write_pretrained_files(small: Any, plan: Plan, folder: Path, source: str | None) -> str:
-    """Write all that belongs beside the tensors; returns the part of a README.md that tells who can load
-    the folder.
-    """
+    """Write these files; returns the part of the README.md on the programs that can load the folder."""
     original = getattr(type(small), "unpruned", type(small))
     config = _config_of(small, original)
     guess = shrunk(config, plan)
@@ -82,11 +79,11 @@ def write_pretrained_files(small: Any, plan: Plan, folder: Path, source: str | N
 
 
 def _write_code(small: Any, original: Any, config: Any, plan: Plan, folder: Path, obstacle: str) -> str:
-    """A configuration that lists what differs from the original, and the code that builds it."""
+    """Write a configuration that lists every size that differs from the original, and the code for it."""
     config.pruned = _differences(small, _built(original, config), plan)
     standing_in = any(
-        type(module) in STAND_INS.values() or isinstance(module, NarrowHeads) for module in small.modules()
-    )  # classes of fairpruner, not of transformers
+        type(module) in FEWER_HEADS.values() or isinstance(module, NarrowHeads) for module in small.modules()
+    )  # classes of fairpruner, which transformers cannot import
     autos = [] if standing_in else auto_classes(original)
     if autos:
         config.auto_map = {auto: f"{Path(CODE).stem}.{original.__name__}" for auto in autos}
@@ -112,35 +109,34 @@ def _code() -> str:
 
 
 ANYWHERE = """
-Every block keeps the same numbers, so this is a folder like any other of its architecture. `transformers`
-loads it by itself: `{name}.from_pretrained("path/to/this/folder")`. So do other programs that read such
-folders: vLLM, SGLang, the converters of llama.cpp.
+All blocks keep the same numbers of units, so this is an ordinary folder of its architecture. `transformers`
+loads it without fairpruner: `{name}.from_pretrained("path/to/this/folder")`. So do other programs that read
+such folders: vLLM, SGLang, and the converters of llama.cpp.
 """
 
 WITH_CODE = """
-Blocks keep different numbers ({obstacle}).
-`transformers` loads them with the code in `modeling_pruned.py`, where fairpruner need not be installed:
+An ordinary configuration cannot describe this model: {obstacle}.
+`transformers` loads it with the code in `modeling_pruned.py`, without fairpruner:
 `{auto}.from_pretrained("path/to/this/folder", trust_remote_code=True)`.
-vLLM, SGLang and the converters of llama.cpp want equal blocks: a plan of `rule="uniform"` gives a folder that
-they can load.
+vLLM, SGLang and the converters of llama.cpp need blocks of equal sizes: a plan with `rule="uniform"` gives a
+folder that they can load.
 """
 
 NOWHERE = """
-Only fairpruner can load this folder: {obstacle}, and `transformers` has no class for that.
+Only fairpruner can load this folder: {obstacle}, and `transformers` has no class for such a model.
 """
 
 
 def write_config(config: Any, file: Path) -> None:
-    """Write a configuration so that versions of `transformers` from before and since 5 read the same in
-    it.
-    """
+    """Write a configuration that transformers 5 and earlier versions read in the same way."""
     fields = _with_older_names(config, json.loads(config.to_json_string()))
     file.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _with_older_names(config: Any, fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a configuration, some also by the names they had before transformers 5: where those
-    lack, earlier versions take defaults without a word.
+    """The fields of a configuration, and copies of some under the names they had before transformers 5.
+
+    Without these names, earlier versions silently use their defaults.
     """
     older = {
         name: fields[now] for name, now in config.attribute_map.items() if name in EXPERTS and now in fields
@@ -148,7 +144,7 @@ def _with_older_names(config: Any, fields: dict[str, Any]) -> dict[str, Any]:
     if "dtype" in fields:
         older["torch_dtype"] = fields["dtype"]
     rope = fields.get("rope_parameters") or {}
-    if "rope_theta" in rope:  # else there are several, one for each kind of attention
+    if "rope_theta" in rope:  # otherwise there is one set of parameters for each kind of attention
         older |= {name: rope[name] for name in BESIDE_SCALING if name in rope}
         scaling = {name: value for name, value in rope.items() if name not in BESIDE_SCALING}
         older["rope_scaling"] = None if rope["rope_type"] == "default" else scaling
@@ -161,7 +157,7 @@ def _with_older_names(config: Any, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _built(original: Any, config: Any) -> Any:
-    """The class as the configuration describes it when it is read again, without memory for its tensors."""
+    """The model of a configuration that was written to a file and read again, on the meta device."""
     with TemporaryDirectory() as folder:
         write_config(config, Path(folder) / CONFIG)
         again = type(config).from_json_file(Path(folder) / CONFIG)
@@ -170,8 +166,10 @@ def _built(original: Any, config: Any) -> Any:
 
 
 def _differences(small: nn.Module, built: nn.Module, plan: Plan) -> dict[str, Any]:
-    """Tensors of another shape, and the whole-number attributes that differ in what holds them or is
-    counted by the plan. An attribute that the code of its module never mentions makes no difference.
+    """How the cut model differs from one that was built from a configuration.
+
+    `tensors` has the shapes that differ, `modules` the attributes that differ, and `removed` the modules that
+    the cut replaced by modules without weights.
     """
     shapes = {name: list(tensor.shape) for name, tensor in built.state_dict().items()}
     tensors = {
@@ -179,26 +177,7 @@ def _differences(small: nn.Module, built: nn.Module, plan: Plan) -> dict[str, An
         for name, tensor in small.state_dict().items()
         if list(tensor.shape) != shapes.get(name)
     }
-    holders = {name.rsplit(".", depth)[0] for name in tensors for depth in range(1, name.count(".") + 1)}
-    # Paths without the numbers of layers, because layers may have moved up.
-    counting = {(_unnumbered(c.module), c.attribute) for space in plan.spaces for c in space.counts}
-    counted = {
-        (path, name)
-        for path, module in small.named_modules()
-        for name, _ in _sizes(module)
-        if (_unnumbered(path), name) in counting
-    }
-    modules = {}
-    for path in sorted(holders | {path for path, _ in counted}):
-        before = dict(_sizes(built.get_submodule(path)))
-        used = names_in_code(type(small.get_submodule(path)))
-        changed = {
-            name: value
-            for name, value in _sizes(small.get_submodule(path))
-            if value != before.get(name) and (used is None or name in used or (path, name) in counted)
-        }
-        if changed:
-            modules[path] = changed
+    modules = _other_sizes(small, built, tensors, plan)
     if any(space.kind == "stream" and plan.removed[space.name] for space in plan.spaces):
         for path, module in small.named_modules():
             rescaled = _other_fractions(module, built.get_submodule(path))
@@ -208,13 +187,45 @@ def _differences(small: nn.Module, built: nn.Module, plan: Plan) -> dict[str, An
     return {"tensors": tensors, "modules": modules, **({"removed": gone} if gone else {})}
 
 
+def _other_sizes(
+    small: nn.Module, built: nn.Module, tensors: Iterable[str], plan: Plan
+) -> dict[str, dict[str, Any]]:
+    """Module path -> the whole-number attributes that differ from those of the built model.
+
+    Two kinds of attributes can matter: those that the plan counts units with, and those of modules that
+    hold `tensors`, the names of tensors with other shapes, if the code of their module mentions them.
+    """
+    holders = {name.rsplit(".", depth)[0] for name in tensors for depth in range(1, name.count(".") + 1)}
+    # Paths are compared without the numbers of layers, because removed layers change these numbers.
+    counting = {(_unnumbered(c.module), c.attribute) for space in plan.spaces for c in space.counts}
+    counted = {
+        (path, name)
+        for path, module in small.named_modules()
+        for name, _ in _sizes(module)
+        if (_unnumbered(path), name) in counting
+    }
+    found = {}
+    for path in sorted(holders | {path for path, _ in counted}):
+        module = small.get_submodule(path)
+        before, mentioned = dict(_sizes(built.get_submodule(path))), names_in_code(type(module))
+        changed = {
+            name: value
+            for name, value in _sizes(module)
+            if value != before.get(name)
+            and (mentioned is None or name in mentioned or (path, name) in counted)
+        }
+        if changed:
+            found[path] = changed
+    return found
+
+
 def _unnumbered(path: str) -> str:
-    """A module's path without the numbers in it."""
+    """A module's path with # for each number in it."""
     return re.sub(r"\d+", "#", path)
 
 
 def _other_fractions(module: nn.Module, built: nn.Module) -> dict[str, float]:
-    """The fractions that a module holds, such as the epsilon of a norm, where another module has others."""
+    """The float attributes of a module, such as the epsilon of a norm, that differ in the built module."""
     return {
         name: value
         for name, value in vars(module).items()
@@ -234,7 +245,7 @@ def _sizes(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _is_size(value: Any) -> bool:
-    """Whether it is a whole number, or several."""
+    """Whether a value is a whole number, or a tuple of whole numbers."""
     return type(value) is int or (
         type(value) is tuple and len(value) > 0 and all(type(item) is int for item in value)
     )
@@ -251,34 +262,36 @@ def _config_of(small: Any, original: Any) -> Any:
 
 
 def _obstacle(small: Any, original: Any, config: Any, plan: Plan) -> str | None:
-    """Build the class from the configuration, and name the first thing that differs from the cut model."""
+    """The first difference between the cut model and the model of this configuration; None if they agree."""
     try:
         built = _built(original, config)
     except Exception as error:
         return (
-            f"no configuration gives its sizes ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+            "transformers cannot build a model of its sizes"
+            f" ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
         )
     found = _differences(small, built, plan)
     for part in found.get("removed", ()):
-        return f"its block {part['module']} is removed from a layer that stays"
+        return f"the block {part['module']} is removed and the rest of its layer is kept"
     for name, shape in found["tensors"].items():
         nearest = built.state_dict().get(name)
         return (
-            f"a configuration holds one number for all blocks, and with the nearest one {name} would be"
-            f" {None if nearest is None else list(nearest.shape)} instead of {shape}"
+            f"a configuration has one number for all blocks, and with the nearest numbers {name} would have"
+            f" the shape {None if nearest is None else list(nearest.shape)} instead of {shape}"
         )
     for path, attributes in found["modules"].items():
         name, value = next(iter(attributes.items()))
         return (
-            f"with the nearest configuration {path}.{name} would be"
+            f"with the nearest configuration, {path}.{name} would be"
             f" {getattr(built.get_submodule(path), name, None)} instead of {value}"
         )
     return None
 
 
 def copy_files(place: str, names: Iterable[str], folder: Path) -> None:
-    """Copy some files of a model's folder or hub name; a symbolic link that leads out of the folder may lead
-    to anything, and is not followed.
+    """Copy some files of a model's folder or hub name.
+
+    A symbolic link to a place outside of the folder is not followed, because it may name any file.
     """
     for name in names:
         file = local_file(place, name)
@@ -286,8 +299,8 @@ def copy_files(place: str, names: Iterable[str], folder: Path) -> None:
             continue
         if Path(place).is_dir() and not is_at_or_below(file, place):
             warnings.warn(
-                f"{file} is a symbolic link that leads out of its folder, and was not copied: copy what it"
-                " leads to yourself if it belongs to the model.",
+                f"{file} was not copied, because it is a symbolic link to a place outside of its folder: copy"
+                " its target yourself if it belongs to the model.",
                 FairprunerWarning,
                 stacklevel=2,
             )

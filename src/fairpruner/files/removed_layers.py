@@ -1,7 +1,7 @@
-"""Layers of a Hugging Face model that were removed whole leave their list, and its configuration follows.
+"""Saving a Hugging Face model that lost whole layers as a model with fewer layers.
 
-In memory a removed layer stays as a module without weights, so that the names of all tensors stay. A folder
-holds the layers that are left, numbered anew, as in any other model of fewer layers.
+In memory a removed layer is replaced by a module without weights, so that the names of all tensors stay the
+same. A saved folder has only the remaining layers, with new numbers, and a configuration with their number.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ LAYERS = ("num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers",
 
 
 def without_removed_layers(small: Any) -> Any:
-    """A model that shares all tensors with `small` and whose lists of layers hold only those that are left;
-    `small` itself if no layer was removed, or if its configuration cannot describe the rest.
+    """A copy of `small` whose lists of layers have only the remaining layers; it shares all tensors.
+
+    It is `small` itself if no layer was removed, or if no configuration describes the remaining layers.
     """
     paths = [path for path, _ in _lists(small)]
     if not paths:
@@ -34,21 +35,22 @@ def without_removed_layers(small: Any) -> Any:
 
 
 def _describes(config: Any, model: Any) -> bool:
-    """Whether a configuration gives a model with all these tensors: some name the numbers of layers that
-    differ from others, which would have to follow.
+    """Whether a configuration gives a model that has all tensors of `model`.
+
+    It does not if it lists the numbers of special layers: these numbers would have to change too.
     """
     config = copy.deepcopy(config)
     config.__dict__.pop("pruned", None)
     try:
         with torch.device("meta"):
             built = getattr(type(model), "unpruned", type(model))(config)
-    except Exception:  # the user's code may raise anything at numbers that do not fit each other
+    except Exception:  # the model's code may raise anything if numbers do not fit each other
         return False
     return bool(model.state_dict().keys() <= built.state_dict().keys())
 
 
 def _lists(small: Any) -> Iterator[tuple[str, nn.ModuleList]]:
-    """The lists of layers that lost some, and whose length one number of the configuration is."""
+    """The lists that lost layers, if exactly one number of the configuration is their length."""
     for path, module in small.named_modules():
         if not isinstance(module, nn.ModuleList) or not any(isinstance(one, PassesInput) for one in module):
             continue
@@ -57,18 +59,18 @@ def _lists(small: Any) -> Iterator[tuple[str, nn.ModuleList]]:
 
 
 def _numbers(config: Any, length: int) -> Iterator[tuple[Any, str]]:
-    """The parts of a configuration and their names of a number of layers that equals a length."""
+    """(part of the configuration, name) of every number of layers that equals `length`."""
     for part in (config, *(getattr(config, name) for name in config.sub_configs)):
         names = dict.fromkeys(part.attribute_map.get(n, n) for n in LAYERS if hasattr(part, n))
         yield from ((part, name) for name in names if getattr(part, name) == length)
 
 
 def _drop(layers: nn.ModuleList, config: Any) -> None:
-    """Remove the layers that pass their input on, from a list and from a configuration."""
+    """Delete the removed layers from a list, and their entries and number from a configuration."""
     part, name = next(_numbers(config, len(layers)))
     stays = [i for i, layer in enumerate(layers) if not isinstance(layer, PassesInput)]
     for key, value in list(vars(part).items()):
-        if isinstance(value, (list, tuple)) and len(value) == len(layers):  # layer_types and their like
+        if isinstance(value, (list, tuple)) and len(value) == len(layers):  # one entry per layer: layer_types
             setattr(part, key, type(value)(value[i] for i in stays))
     setattr(part, name, len(stays))
     for i in sorted(set(range(len(layers))) - set(stays), reverse=True):
@@ -80,7 +82,7 @@ def _drop(layers: nn.ModuleList, config: Any) -> None:
 
 
 def removed_modules(model: nn.Module) -> list[dict[str, Any]]:
-    """The stand-ins of a model, as plain values: where each is and what it returns."""
+    """Path, behaviour and arguments of every module that replaced a removed one, as JSON values."""
     return [
         {
             "module": path,

@@ -22,7 +22,7 @@ UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def parse_size(text: str | int) -> int:
-    """A number of bytes, given as such or as text.
+    """A number of bytes, from a number or from text with a unit.
 
     >>> parse_size("5GB")
     5000000000
@@ -32,22 +32,23 @@ def parse_size(text: str | int) -> int:
         size = int(float(number) * (UNITS[unit] if unit else 1))
     except (KeyError, ValueError) as error:
         raise FairprunerError(
-            f"A shard size of {text!r} is not understood, expected a number with KB, MB or GB, such as 5GB."
+            f"The shard size is {text!r}, expected a number with KB, MB or GB, such as 5GB."
         ) from error
     if size < 1:
-        raise FairprunerError(f"A shard size of {text!r} holds nothing, expected at least 1 byte.")
+        raise FairprunerError(f"The shard size is {text!r}, expected at least 1 byte.")
     return size
 
 
 def write_shards(
     folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], content: Json, max_bytes: int
 ) -> None:
-    """Write tensors in the order they come, a file as soon as the next one would make it too large; no
-    more than that is held.
+    """Write tensors in their order; a file is written as soon as the next tensor would make it too large.
+
+    So at most `max_bytes`, or one larger tensor, are in memory.
     """
     files: list[tuple[Path, list[str]]] = []
     held: dict[str, torch.Tensor] = {}
-    total, size = 0, 0  # bytes of all, bytes held
+    total, size = 0, 0  # bytes of all tensors, bytes of the tensors held
 
     def flush() -> None:
         path = folder / f"shard-{len(files)}.safetensors"
@@ -68,7 +69,7 @@ def write_shards(
         return
     places: dict[str, str] = {}
     for number, (path, names) in enumerate(files, start=1):
-        # how many there are is known only now
+        # The names contain the number of files, which is known only now.
         final = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         path.rename(folder / final)
         places |= dict.fromkeys(names, final)

@@ -1,6 +1,4 @@
-"""Cut a model of Hugging Face from its files to new files, one part after the other: it is never in
-memory as a whole.
-"""
+"""Cut a Hugging Face model from files to files, part by part: the whole model is never in memory."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from fairpruner.core.arrays import Ints
 from fairpruner.core.plan import Plan
 from fairpruner.core.writing import is_at_or_below
 from fairpruner.errors import FairprunerError
-from fairpruner.files.folders import SHARD_SIZE, new_folder, seal, write_papers
+from fairpruner.files.folders import SHARD_SIZE, new_folder, seal, write_documents
 from fairpruner.files.pretrained_files import GENERATION, copy_files
 from fairpruner.files.shards import parse_size, write_shards
 from fairpruner.inputs.checkpoint_layout import ConvertedTensors, as_in_files, parts_of
@@ -27,7 +25,7 @@ from fairpruner.models.narrowing import kept_indices
 from fairpruner.models.transformers_private import note_conversions, used_conversions
 from fairpruner.surgery import cut_without_weights
 
-Kept = Mapping[str, Mapping[int, Ints]]  # tensor -> dim -> the indices that stay
+KeptIndices = Mapping[str, Mapping[int, Ints]]  # tensor -> dim -> the kept indices
 
 
 def stream(
@@ -38,18 +36,17 @@ def stream(
     max_shard_size: str | int = SHARD_SIZE,
     force: bool = False,
 ) -> None:
-    """Write the folder that `save(cut(model, plan))` would write, for the model in the folder `place`,
-    without loading the model.
+    """Write the same folder as `save(cut(model, plan))`, without loading the model in the folder `place`.
 
-    Only its configuration is built. A plan from a file is verified with random weights, a few spaces at a
-    time. Tensors are read from its safetensors files part by part (a tensor,
-    or the experts of one block), cut and written on, so that about one file of `max_shard_size` is in
-    memory. `force` replaces a folder that `save` or `stream` wrote before.
+    The model is built on the meta device, without memory for its tensors. A plan from a file is verified
+    with random weights, a few spaces at a time. Tensors are read from the safetensors files part by part (one
+    tensor, or the experts of one block), cut, and written. About one file of `max_shard_size` is in memory.
+    `force` replaces a folder that `save` or `stream` wrote before.
     """
     place = Path(place)
     if is_at_or_below(place, folder):
         raise FairprunerError(
-            f"{folder} holds the model that is read: choose another folder for the smaller one."
+            f"The output folder {folder} contains the model that is read: choose another output folder."
         )
     if any(space.kind in ("block", "stream") and plan.removed[space.name] for space in plan.spaces):
         raise FairprunerError(
@@ -66,7 +63,7 @@ def stream(
     note_conversions(small, used_conversions(model))
     kept = kept_indices(plan.spaces, plan.removed)
     with new_folder(folder, force=force) as temporary:
-        write_papers(small, plan, temporary, f"{PREFIX}:{place}")
+        write_documents(small, plan, temporary, f"{PREFIX}:{place}")
         copy_files(str(place), (GENERATION,), temporary)
         write_shards(
             temporary,
@@ -77,9 +74,9 @@ def stream(
 
 
 def _pieces(
-    model: Any, small: Any, parts: list[ConvertedTensors], places: Mapping[str, Path], kept: Kept
+    model: Any, small: Any, parts: list[ConvertedTensors], places: Mapping[str, Path], kept: KeptIndices
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of the smaller model as files hold them, each after the other."""
+    """The tensors of the smaller model one after the other, under the names that files use."""
     shapes = {name: tensor.shape for name, tensor in small.state_dict().items()}
     missing = set(shapes)
     for part in parts:
@@ -87,8 +84,8 @@ def _pieces(
         wrong = [name for name, tensor in made.items() if tensor.shape != shapes.get(name)]
         if wrong:
             raise FairprunerError(
-                f"The files give {wrong[0]} of shape {list(made[wrong[0]].shape)} after the cut, the plan's"
-                f" model has {list(shapes.get(wrong[0], ()))}: load the model and use cut without --stream."
+                f"After the cut, {wrong[0]} of the files has the shape {list(made[wrong[0]].shape)}, expected"
+                f" {list(shapes.get(wrong[0], ()))}: load the model, and cut it without --stream."
             )
         missing -= made.keys()
         yield from as_in_files(small, made).items()
@@ -98,16 +95,17 @@ def _pieces(
     lost = [name for name in missing if id(small.get_parameter_or_buffer(name)) not in tied]
     if lost:
         raise FairprunerError(
-            f"The files hold nothing for {len(lost)} tensors of {type(small).__name__}"
-            f" ({', '.join(sorted(lost)[:3])})."
+            f"{len(lost)} tensors of {type(small).__name__} are missing in the files"
+            f" ({', '.join(sorted(lost)[:3])}): give the complete folder of the model."
         )
 
 
 def _cut_part(
-    model: Any, part: ConvertedTensors, places: Mapping[str, Path], kept: Kept
+    model: Any, part: ConvertedTensors, places: Mapping[str, Path], kept: KeptIndices
 ) -> dict[str, torch.Tensor]:
-    """The model's tensors that a part makes, without what goes; of experts that are stacked only those
-    that stay are read.
+    """The model's tensors that one part gives, cut to the kept indices.
+
+    If files store experts one by one and the model stacks them, only the kept experts are read.
     """
     of_target = kept.get(part.target, {})
     early = part.stacks and 0 in of_target
@@ -120,9 +118,7 @@ def _cut_part(
     for name, _ in wanted:
         files[places[name]].append(name)
     for file, names in files.items():
-        with safe_open(
-            file, framework="pt"
-        ) as opened:  # tensors are views of the file: what is not used is not read
+        with safe_open(file, framework="pt") as opened:  # maps the file; only what is used is read
             tensors |= {name: opened.get_tensor(name) for name in names}
     mapped = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
     made = part.convert(model, ((pattern, tensors.pop(name)) for name, pattern in wanted))
@@ -130,7 +126,7 @@ def _cut_part(
         name: _narrow(tensor, {dim: i for dim, i in kept.get(name, {}).items() if not (early and dim == 0)})
         for name, tensor in made.items()
     }
-    # One small tensor that is a view would keep its whole file mapped until it is written.
+    # A tensor that is a view would keep its whole file mapped until it is written.
     return {
         name: tensor.clone() if tensor.untyped_storage().data_ptr() in mapped else tensor.contiguous()
         for name, tensor in cut_down.items()

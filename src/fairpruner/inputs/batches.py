@@ -162,7 +162,7 @@ def _divided_dict(item: Mapping[Any, Any], arguments: _Arguments) -> tuple[Any, 
     if all(key in item for key in BOXES):
         return _images_and_boxes(item, arguments.dtype)
     key = next((key for key in LABEL_KEYS if key in item), None)
-    # Texts, paths and other columns that are no numbers are not for the model.
+    # Texts, paths and other columns that are not numbers are not for the model.
     inputs = {k: v for k, v in item.items() if k != key and _holds_numbers(v)}
     labels = own_labels(inputs) if key is None else item[key]
     if arguments.names is not None and len(inputs) == 1 and not arguments.names & set(inputs):

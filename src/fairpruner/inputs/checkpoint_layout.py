@@ -1,8 +1,7 @@
-"""How a model of Hugging Face lies in its files: under other names than in the model, or experts one by
-one that the model holds as one tensor.
+"""The layout of a Hugging Face model in its files, which may differ from the layout in memory.
 
-Since version 5 `transformers` converts on the way from files to model and back. What it does there is
-asked of it, part by part.
+Tensors may have other names in files, and files may store experts one by one that the model holds as one
+tensor. transformers 5 converts between both layouts. Its conversions are applied here to one part at a time.
 """
 
 from __future__ import annotations
@@ -27,23 +26,23 @@ State = dict[str, torch.Tensor]
 
 @dataclass
 class ConvertedTensors:
-    """Some tensors of the files and the conversion that makes of them one or a few tensors of the model."""
+    """Some tensors of the files, and the conversion that makes tensors of the model from them."""
 
-    target: str  # the first tensor of the model that it makes
-    conversion: Any  # of transformers; holds no tensors yet
-    sources: list[tuple[str, str]] = field(
-        default_factory=list
-    )  # name in the files, and the pattern of the conversion that it fits
+    target: str  # the first tensor of the model that results
+    conversion: Any  # an object of transformers, which does not hold tensors yet
+    # (name in the files, the pattern of the conversion that this name matches)
+    sources: list[tuple[str, str]] = field(default_factory=list)
 
     @property
     def stacks(self) -> bool:
-        """Whether it begins by stacking one tensor per expert along the first dimension."""
+        """Whether the conversion first stacks one tensor per expert along dimension 0."""
         operations: list[Any] = getattr(self.conversion, "operations", [])  # a renaming has none
         return any(type(first).__name__ == "MergeModulelist" and first.dim == 0 for first in operations[:1])
 
     def positions(self) -> Iterable[tuple[int, str, str]]:
-        """Every source with its position among those of its pattern: the number of its expert, where they
-        are stacked.
+        """(position, name, pattern) of every source; positions count the sources of one pattern.
+
+        If experts are stacked, the position is the number of the expert.
         """
         seen: dict[str, int] = {}
         for name, pattern in self.sources:
@@ -51,7 +50,7 @@ class ConvertedTensors:
             yield position, name, pattern
 
     def convert(self, model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> State:
-        """The model's tensors, of (pattern, tensor) pairs in the order of `sources`."""
+        """The model's tensors, from (pattern, tensor) pairs in the order of `sources`."""
         conversion = copy.deepcopy(self.conversion)
         for pattern, tensor in tensors:
             conversion.add_tensor(self.target, pattern, pattern, tensor)
@@ -60,10 +59,9 @@ class ConvertedTensors:
 
 
 def parts_of(model: Any, names: Collection[str]) -> list[ConvertedTensors]:
-    """How the tensors of files become those of a model, as `transformers` would load them; names that it
-    would not use are left out.
+    """The conversions with which `transformers` would load tensors of these names into the model.
 
-    Notes on the model which conversions its files need, for `as_in_files`.
+    Names that it would not load are left out. The conversions are noted on the model, for `as_in_files`.
     """
     loading, mapping = model_loading(), conversions_for(model)
     renamings = [t for t in mapping if isinstance(t, loading.WeightRenaming)]
@@ -86,16 +84,15 @@ def parts_of(model: Any, names: Collection[str]) -> list[ConvertedTensors]:
 
 
 def as_in_files(model: Any, state: State) -> State:
-    """The tensors of a model as its files hold them: the reverse of what loading does, in `transformers`
-    before version 5 nothing.
-    """
+    """The tensors of a model in the layout of files; before version 5, `transformers` has only one layout."""
     try:
         revert: Callable[[Any, State], State] = model_loading().revert_weight_conversion
     except FairprunerError:
         return state
     used = used_conversions(model)
     try:
-        # Files in the model's own layout needed none; other programs know only the common one.
+        # If no conversion was needed to load the model, its files had the layout of memory. Other programs
+        # only read the common layout of files, so None lets transformers choose the conversions.
         note_conversions(model, used or None)
         return revert(model, state)
     finally:

@@ -20,8 +20,8 @@ def check_is_plain(model: Any, place: Path) -> None:
     """Refuse quantised tensors, which can be neither cut nor computed with as they lie."""
     if getattr(model.config, "quantization_config", None) is not None:
         raise FairprunerError(
-            f"The tensors of {place} are quantised, and cannot be cut as they lie: take the model in bfloat16"
-            " or float32."
+            f"The tensors of {place} are quantised, so they cannot be cut: give the model in bfloat16 or"
+            " float32."
         )
 
 
@@ -30,8 +30,8 @@ def holders(place: Path) -> dict[str, Path]:
     files = shard_files(place)
     if not files:
         raise FairprunerError(
-            f"Folder {place} holds no model.safetensors and no index of several: give the folder of a model"
-            " in safetensors files."
+            f"Folder {place} has neither a model.safetensors nor an index of several files: give the folder"
+            " of a model in safetensors files."
         )
     found: dict[str, Path] = {}
     for file in files:
@@ -64,8 +64,8 @@ class CheckpointTensors:
         lost = [name for name, p in module.named_parameters(prefix=prefix) if id(p) not in memo]
         if lost:
             raise FairprunerError(
-                f"The files of {self._place} hold nothing for {len(lost)} tensors of"
-                f" {type(self._model).__name__} ({', '.join(lost[:3])})."
+                f"{len(lost)} tensors of {type(self._model).__name__} are missing in the files of"
+                f" {self._place} ({', '.join(lost[:3])})."
             )
         return deep_copy(module, memo)
 

@@ -35,7 +35,7 @@ def place_of(source: str) -> str:
 
 
 def is_model(model: nn.Module) -> bool:
-    """Whether a model is one of `transformers`, which is not imported for the answer."""
+    """Whether a model is one of `transformers`; this does not import it."""
     return "transformers" in sys.modules and isinstance(model, _transformers().PreTrainedModel)
 
 
@@ -198,7 +198,7 @@ def _loading(place: str) -> Iterator[None]:
     except Exception as error:
         what = "cannot be loaded"
         if not Path(place).exists():
-            what = "is no folder here, and as a hub name it cannot be fetched"
+            what = "is not a folder here, and no model of this name can be downloaded from the hub"
         reason = " ".join(str(error).split())[:300]
         raise FairprunerError(
             f"Source '{PREFIX}:{place}' {what}: {type(error).__name__}: {reason}"

@@ -205,8 +205,10 @@ def _language(output: Any, batch: Batch) -> Tensor:
 
 
 def _detection(output: Any, batch: Batch) -> Tensor:
-    """The sum of a detector's losses, as its training mode returns them: torchvision's a dict of means,
-    those of Ultralytics a vector of sums over the images, and the same without gradients.
+    """The sum of the losses that a detector returns in training mode.
+
+    torchvision returns a dict of means over the images. Ultralytics returns a vector of sums over the images,
+    and a copy of it without gradients.
     """
     if isinstance(output, (tuple, list)) and output and isinstance(output[0], Tensor) and output[0].ndim < 2:
         return widened(output[0]).sum() / batch.size

@@ -30,7 +30,7 @@ def indexed_names(index: Path) -> list[str]:
     content = read_plain_json(index)
     places = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
-        raise FairprunerError(f"{index} is no index of tensors: expected a weight_map of names to files.")
+        raise FairprunerError(f"{index} is not an index of tensors: expected a weight_map of names to files.")
     names = sorted(set(places.values()))
     for name in names:
         if not name or Path(name).name != name or "\\" in name or "\0" in name:

@@ -1,4 +1,4 @@
-"""The tokens of a batch of texts: which of them are no padding, and which token each position predicts."""
+"""The tokens of a batch of texts: which of them are padding, and which token each position predicts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ IGNORED = -100  # the label of a token that is not predicted, as in Hugging Face
 
 
 def real_tokens(inputs: Any, reader: str = "") -> Tensor | None:
-    """Which tokens are no padding, bool [N, T]; None if the inputs are no batch of texts.
+    """Which tokens are not padding, bool [N, T]; None if the inputs are not a batch of texts.
 
     `reader` is the path of the tensor or module that reads the tokens: those of an encoder and of its decoder
     differ.
@@ -34,7 +34,7 @@ def real_tokens(inputs: Any, reader: str = "") -> Tensor | None:
 
 
 def counted_tokens(inputs: Any, labels: Any, reader: str = "") -> Tensor | None:
-    """Which tokens enter statistics, bool [N, T]; None if the inputs are no batch of texts.
+    """Which tokens enter statistics, bool [N, T]; None if the inputs are not a batch of texts.
 
     Padding does not. If every token has a label, tokens that are not predicted do not either.
     """
@@ -45,7 +45,7 @@ def counted_tokens(inputs: Any, labels: Any, reader: str = "") -> Tensor | None:
 
 
 def counted_rows(total: int, inputs: Any, reader: str) -> Tensor:
-    """The indices of the rows that are no padding, of `total` rows that lie text by text."""
+    """The indices of the rows that are not padding, of `total` rows in the order of the texts."""
     real = real_tokens(inputs, reader)
     if real is None or real.numel() != total:
         return torch.arange(total)
@@ -53,7 +53,7 @@ def counted_rows(total: int, inputs: Any, reader: str) -> Tensor:
 
 
 def own_labels(inputs: Any) -> Tensor | None:
-    """The tokens themselves as labels, [N, T], padding ignored; None if the inputs are no batch of texts."""
+    """The tokens themselves as labels, [N, T], padding ignored; None if the inputs are not texts."""
     real = real_tokens(inputs)
     return None if real is None else inputs["input_ids"].masked_fill(~real, IGNORED)
 

@@ -66,7 +66,7 @@ def _read_weights(path: Path) -> dict[str, torch.Tensor]:
         ) from error
     except FairprunerError:
         raise
-    except Exception as error:  # torch.load may raise anything on a file that is no checkpoint
+    except Exception as error:  # torch.load may raise anything on a file that is not a checkpoint
         raise FairprunerError(f"Weights {path} cannot be read: {type(error).__name__}: {error}") from error
     for wrapper in ("state_dict", "model"):
         if isinstance(content, Mapping) and isinstance(content.get(wrapper), Mapping):

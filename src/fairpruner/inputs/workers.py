@@ -1,4 +1,4 @@
-"""Worker processes of a data loader: one that dies is reported as such, where its batch is asked for."""
+"""Worker processes of a data loader: the death of one is reported when its batch is requested."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def naming_dead_workers() -> Iterator[None]:
 
 
 def defer_worker_deaths() -> Callable[[], object]:
-    """From now on, a loader raises the death of its worker when it is asked for a batch; returns the undo.
+    """From now on, a loader raises the death of its worker when a batch is requested; returns the undo.
 
-    By itself torch raises it at once, from a signal handler: in any line, also in one that reports an error
-    or cleans up.
+    By default torch raises it at once from a signal handler, so it can interrupt any line of the program,
+    also a line that reports an error or cleans up.
     """
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGCHLD"):
         return lambda: None

@@ -1,4 +1,4 @@
-"""`nn.MultiheadAttention` with fewer heads: a class that takes the place of the stock one after a cut."""
+"""`nn.MultiheadAttention` with fewer heads: a class that replaces the one of torch after a cut."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch.nn import functional as F
 class FewerHeadsAttention(nn.MultiheadAttention):
     """Attention whose heads keep their width when some of them are removed.
 
-    The stock module computes the width from the embedding and the number of heads, so it cannot lose a head.
-    After a cut the projections have `num_heads * head_dim` rows; calls and settings stay as they were.
+    torch's module computes the width from the embedding and the number of heads, so it cannot lose a head.
+    After a cut the projections have `num_heads * head_dim` rows; it is called in the same way.
     """
 
     @property
     def _qkv_same_embed_dim(self) -> bool:
-        """False, which keeps `nn.TransformerEncoderLayer` from its fused kernel.
+        """False, so that `nn.TransformerEncoderLayer` does not use its fused kernel.
 
         That kernel computes the width of a head from the embedding.
         """
@@ -82,14 +82,14 @@ class FewerHeadsAttention(nn.MultiheadAttention):
 
 
 def _as_added(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask of numbers as it is; a mask of bools with -inf where it is true."""
+    """A mask to add to scores: numbers stay, and bools become -inf where they are true."""
     if mask.is_floating_point():
         return mask.to(dtype)
     return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf"))
 
 
-# The class of a module whose counts a cut has changed, by its class before.
-STAND_INS: dict[type[nn.Module], type[nn.Module]] = {nn.MultiheadAttention: FewerHeadsAttention}
+# Class -> the class that a cut gives its modules, so that they accept fewer heads.
+FEWER_HEADS: dict[type[nn.Module], type[nn.Module]] = {nn.MultiheadAttention: FewerHeadsAttention}
 
 
 @contextmanager

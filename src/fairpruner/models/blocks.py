@@ -77,18 +77,15 @@ def watching_block_slopes(model: nn.Module, space: UnitSpace, visit: BlockVisito
 
 @contextmanager
 def without_block(model: nn.Module, space: UnitSpace, unit: int) -> Iterator[None]:
-    """Inside, one block of the model itself adds zero to its stream."""
+    """Inside, one block of this model adds zero to its stream; the model is not copied."""
     _, last = _ends(space, unit)
 
     def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         result = _given(last, args, kwargs) if last.by == "input" else torch.zeros_like(_tensor(output))
         return (result, *output[1:]) if isinstance(output, (tuple, list)) else result
 
-    handle = model.get_submodule(last.module).register_forward_hook(leave, with_kwargs=True)
-    try:
+    with model.get_submodule(last.module).register_forward_hook(leave, with_kwargs=True):
         yield
-    finally:
-        handle.remove()
 
 
 def blocks_of_maps(model: nn.Module, space: UnitSpace) -> frozenset[int]:

@@ -19,7 +19,7 @@ class CachedLayer(NamedTuple):
 
 
 def cached_layers(model: nn.Module, example: Any) -> tuple[CachedLayer, ...]:
-    """What each attention caches for one token, from one forward pass; nothing for models without a cache.
+    """What each attention caches for one token, from one forward pass; empty for models without a cache.
 
     A removed attention is left out: it only counts tokens.
     """
@@ -37,7 +37,7 @@ def cached_layers(model: nn.Module, example: Any) -> tuple[CachedLayer, ...]:
     for number, layer in enumerate(layers):
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         if number not in modules or not isinstance(keys, Tensor) or not isinstance(values, Tensor):
-            return ()  # another kind of memory, whose size is not one of heads
+            return ()  # another kind of memory, whose size does not depend on heads
         path, module = modules[number]
         if not isinstance(module, Removed):
             found.append(CachedLayer(path, _per_token(keys) + _per_token(values)))

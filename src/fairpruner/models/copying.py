@@ -38,7 +38,7 @@ def deep_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _detach(held: Any, memo: dict[int, Any]) -> None:
-    """A block may keep a loss from its last call: deepcopy refuses tensors with a history."""
+    """Detach tensors that a block keeps from its last call: deepcopy refuses tensors with a history."""
     for tensor in tensors_of(held):
         if tensor.grad_fn is not None:
             memo[id(tensor)] = tensor.detach().clone()

@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import nn
 
-from fairpruner.models.attention import STAND_INS
+from fairpruner.models.attention import FEWER_HEADS
 from fairpruner.models.narrow_heads import HEADS_WIDTHS, NarrowHeads, narrow_class
 
 IN_CONFIG = "config."  # before the name of a number that a module reads from its configuration
 
 
 def counted(module: nn.Module, attribute: str, width: int) -> Any:
-    """The value of a count; the width of heads that were never cut is the `width` of their input."""
+    """The value of a count; if heads were never cut, their total width is the `width` of their input."""
     if attribute in HEADS_WIDTHS and not isinstance(module, NarrowHeads):
         return width
     holder = vars(module).get("config") if attribute.startswith(IN_CONFIG) else module
@@ -22,7 +22,7 @@ def counted(module: nn.Module, attribute: str, width: int) -> Any:
 
 
 def set_count(module: nn.Module, attribute: str, value: int, before: int) -> None:
-    """Set a count that was `before`; a module whose code does not accept fewer gets a class that does."""
+    """Set a count; a module whose code does not accept fewer units gets a class that does."""
     if attribute.startswith(IN_CONFIG):
         module.config = copy.copy(module.config)  # other modules share the old one
         setattr(module.config, attribute.removeprefix(IN_CONFIG), value)
@@ -37,4 +37,4 @@ def accept_counts(module: nn.Module) -> None:
     """Give a module with fewer heads a class that accepts them, if its own does not."""
     if vars(module).keys() & HEADS_WIDTHS.keys():
         module.__class__ = narrow_class(type(module))
-    module.__class__ = STAND_INS.get(type(module), type(module))
+    module.__class__ = FEWER_HEADS.get(type(module), type(module))

@@ -7,31 +7,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from fairpruner.errors import FairprunerError
 from fairpruner.models.observing import OBSERVED_OPERATIONS
 from fairpruner.models.precision import widened
+from fairpruner.models.torch_calls import TorchCalls
 
 
-class LastInput(TorchFunctionMode):
+class LastInput(TorchCalls):
     """Keeps the input of the last convolution or matrix product of a forward pass, as features [N, C]."""
 
     def __init__(self) -> None:
         super().__init__()
         self._last: tuple[Tensor, int] | None = None
 
-    def __torch_function__(
-        self,
-        function: Callable[..., Any],
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         operation = OBSERVED_OPERATIONS.get(function)
         if operation is not None:
-            self._last = (operation.argument("input", args, kwargs or {}), operation.axis)
-        return function(*args, **(kwargs or {}))
+            self._last = (operation.argument("input", args, kwargs), operation.axis)
+        return function(*args, **kwargs)
 
     def features(self, samples: int, real: Tensor | None = None) -> Tensor:
         """The penultimate features of each sample, [N, C].

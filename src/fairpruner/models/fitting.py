@@ -8,7 +8,7 @@ import numpy as np
 from torch import nn
 
 from fairpruner.core.plan import Plan
-from fairpruner.core.units import Count, Slice
+from fairpruner.core.units import Count, Norm, Slice
 from fairpruner.errors import FairprunerError
 from fairpruner.models.counts import counted
 
@@ -25,7 +25,7 @@ def check_fits(model: nn.Module, plan: Plan) -> None:
         for part in space.slices:
             _check_slice(part, {**lists, **shapes}, space.name)
             if space.kind == "block":
-                continue  # a block owns tensors whole, also those in which other spaces own indices
+                continue  # a block owns whole tensors, also those in which other spaces own indices
             mine = part.owner >= 0
             if (mine & owned.get((part.tensor, part.dim), np.zeros_like(mine))).any():
                 raise FairprunerError(
@@ -36,12 +36,7 @@ def check_fits(model: nn.Module, plan: Plan) -> None:
         for count in space.counts:
             _check_count(count, modules, space.name)
         for norm in space.norms:
-            held = vars(modules[norm.module]).get(norm.epsilon) if norm.module in modules else None
-            if not isinstance(held, float):
-                raise FairprunerError(
-                    f"Space {space.name!r} of the plan rescales {norm.module}.{norm.epsilon}, which is"
-                    f" {str(held)[:60]}, expected a number. {STEP}"
-                )
+            _check_norm(norm, modules, space.name)
         for gone in space.replaced:
             if not gone.module or gone.module not in modules:
                 raise FairprunerError(
@@ -57,6 +52,16 @@ def _check_slice(part: Slice, shapes: Mapping[str, tuple[int, ...]], space: str)
         raise FairprunerError(
             f"Space {space!r} of the plan owns {part.owner.size} indices of {part.tensor}, dim {part.dim},"
             f" whose shape is {list(shape)}. {STEP}"
+        )
+
+
+def _check_norm(norm: Norm, modules: Mapping[str, nn.Module], space: str) -> None:
+    """Refuse a norm unless its module holds a number as its epsilon."""
+    held = vars(modules[norm.module]).get(norm.epsilon) if norm.module in modules else None
+    if not isinstance(held, float):
+        raise FairprunerError(
+            f"Space {space!r} of the plan rescales {norm.module}.{norm.epsilon}, which is"
+            f" {str(held)[:60]}, expected a number. {STEP}"
         )
 
 

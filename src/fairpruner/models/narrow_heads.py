@@ -8,12 +8,13 @@ of the heads that are left.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+
+from fairpruner.models.torch_calls import TorchCalls
 
 # The attribute that holds the width of all heads together after a cut -> the dimension of the module's input
 # that its code takes this width from.
@@ -42,7 +43,7 @@ class NarrowHeads(nn.Module):
         return _rebuilt, (type(self).__mro__[2], self.__dict__)
 
 
-class _PretendedWidth(TorchFunctionMode):
+class _PretendedWidth(TorchCalls):
     """Inside, the shape of some tensors has a pretended size in one dimension.
 
     A reshape that would fail with this size uses the true one.
@@ -52,14 +53,11 @@ class _PretendedWidth(TorchFunctionMode):
         super().__init__()
         self._wide, self._dim, self._true, self._pretended = wide, dim, true, pretended
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in _RESHAPES:
-            return func(args[0], self._fitting(args[0], kwargs.get("shape", args[1:])))
-        result = func(*args, **kwargs)
-        if func in _SIZES and any(args[0] is t for t in self._wide):
+    def call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if function in _RESHAPES:
+            return function(args[0], self._fitting(args[0], kwargs.get("shape", args[1:])))
+        result = function(*args, **kwargs)
+        if function in _SIZES and any(args[0] is t for t in self._wide):
             return self._pretend(args[0], result, kwargs.get("dim", args[1] if len(args) > 1 else None))
         return result
 

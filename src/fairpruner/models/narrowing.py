@@ -11,7 +11,7 @@ from torch import nn
 
 from fairpruner.core.arrays import Ints
 from fairpruner.core.units import ROLES, Replacement, Slice, UnitSpace
-from fairpruner.models.attention import STAND_INS
+from fairpruner.models.attention import FEWER_HEADS
 from fairpruner.models.copying import deep_copy
 from fairpruner.models.counts import set_count
 from fairpruner.models.removed import remove
@@ -28,7 +28,7 @@ def _as_they_are(name: str, tensor: torch.Tensor) -> torch.Tensor:
 def kept_indices(
     spaces: Iterable[UnitSpace], removed: Mapping[str, Iterable[int]]
 ) -> dict[str, dict[int, Ints]]:
-    """The indices that stay, in order, of every tensor that loses some: tensor name -> dim -> indices.
+    """Tensor name -> dim -> the kept indices, in order; only for tensors that lose some.
 
     The tensors of a removed block keep no index; `cut_units` removes them with their modules.
     """
@@ -62,11 +62,6 @@ def cut_units(
 ) -> nn.Module:
     """`cut` for any units of any spaces; `weights` may change the model's tensors before they are cut."""
     keep = kept_indices(spaces, removed)
-    counts: dict[tuple[str, str], list[np.ndarray]] = {}
-    for space in spaces:
-        units = _units(space, removed)
-        for count in space.counts if units.size else ():
-            counts.setdefault((count.module, count.attribute), []).append(_gone(count.owner, space, units))
 
     def narrow(name: str, tensor: torch.Tensor) -> torch.Tensor:
         tensor = weights(name, tensor)
@@ -75,13 +70,11 @@ def cut_units(
         return tensor
 
     small = copy_with(model, narrow)
-    for (path, attribute), masks in counts.items():
-        kept = ~np.logical_or.reduce(masks)
-        set_count(small.get_submodule(path), attribute, int(kept.sum()), before=kept.size)
+    _set_counts(small, spaces, removed)
     for path, module in small.named_modules():
-        # Also if all heads stay: the stock module refuses a narrower input too.
-        if type(module) in STAND_INS and any(name.startswith(f"{path}.".lstrip(".")) for name in keep):
-            module.__class__ = STAND_INS[type(module)]
+        # Also if all heads stay: torch's module does not accept a narrower input either.
+        if type(module) in FEWER_HEADS and any(name.startswith(f"{path}.".lstrip(".")) for name in keep):
+            module.__class__ = FEWER_HEADS[type(module)]
     _update_attributes(model, small)
     for space in spaces:
         rescale_norms(small, space, kept=space.size - _units(space, removed).size)
@@ -89,9 +82,26 @@ def cut_units(
         remove(small.get_submodule(part.module), part.by, part.argument, part.outputs)
     for path, module in list(small.named_modules()):
         if isinstance(module, nn.ModuleList) and path in keep:
-            for number in sorted(set(range(len(module))) - set(keep[path][0].tolist()), reverse=True):
-                del module[number]
+            _shorten(module, keep[path][0])
     return small
+
+
+def _set_counts(small: nn.Module, spaces: Iterable[UnitSpace], removed: Mapping[str, Iterable[int]]) -> None:
+    """Set the attributes that count units, such as `groups` and `num_heads`, to the kept numbers."""
+    gone: dict[tuple[str, str], list[np.ndarray]] = {}  # several spaces may share one attribute
+    for space in spaces:
+        units = _units(space, removed)
+        for count in space.counts if units.size else ():
+            gone.setdefault((count.module, count.attribute), []).append(_gone(count.owner, space, units))
+    for (path, attribute), masks in gone.items():
+        kept = ~np.logical_or.reduce(masks)
+        set_count(small.get_submodule(path), attribute, int(kept.sum()), before=kept.size)
+
+
+def _shorten(modules: nn.ModuleList, kept: Ints) -> None:
+    """Delete the modules of a list that are not kept."""
+    for number in sorted(set(range(len(modules))) - set(kept.tolist()), reverse=True):
+        del modules[number]
 
 
 def mask_units(
@@ -142,7 +152,7 @@ def _gone(owner: Ints, space: UnitSpace, units: Ints) -> np.ndarray:
 
 
 def copy_with(model: nn.Module, change: Change) -> nn.Module:
-    """A deep copy whose tensors are changed on the way, so that no unchanged full-size copy exists."""
+    """A deep copy with changed tensors; no full-size copy of the unchanged tensors is made."""
     memo: dict[int, Any] = {}
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):

@@ -12,9 +12,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
+from torch.overrides import handle_torch_function, has_torch_function
 
 from fairpruner.models.reads import Read
+from fairpruner.models.torch_calls import TorchCalls
 from fairpruner.models.torch_private import base_of
 from fairpruner.models.weight_operations import WEIGHT_OPERATIONS, WeightOperation
 
@@ -37,7 +38,7 @@ OBSERVED_OPERATIONS: dict[Callable[..., Any], WeightOperation] = {
 InputVisitor = Callable[[Read, Tensor, int], Tensor]
 
 
-class _Watch(TorchFunctionMode):
+class _Watch(TorchCalls):
     """Calls `visit` with every input that a watched weight reads."""
 
     def __init__(self, reads: Iterable[Read], visit: InputVisitor) -> None:
@@ -47,14 +48,7 @@ class _Watch(TorchFunctionMode):
         for read in reads:
             self._reads.setdefault(id(read.weight), []).append(read)
 
-    def __torch_function__(
-        self,
-        function: Callable[..., Any],
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
+    def call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         operation = OBSERVED_OPERATIONS.get(function)
         if operation is None:
             return function(*args, **kwargs)

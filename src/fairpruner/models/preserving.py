@@ -1,7 +1,7 @@
 """Restoring all state that a model holds: tensors, plain attributes, hooks, modes, gradients.
 
-A model's forward may write into any of it: caches of anchors or masks, running statistics, counters,
-lists of features. A call that only looks at the model must undo that.
+A model's forward pass may change any of it: caches of anchors or masks, running statistics, counters, lists
+of features. `discover`, `score` and other calls that must not change the model undo these changes.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from fairpruner.models.randomness import restore_generator
 from fairpruner.models.torch_private import TorchDispatchMode, written_tensors
 
-# Parameters are copied beforehand if they take at most so many bytes. In a larger model, each is copied when
-# an operation is about to write into it: few models do that in their forward pass.
+# If all parameters take at most this many bytes, they are copied beforehand. In a larger model, a parameter
+# is copied when an operation is about to write into it; few models do that in their forward pass.
 COPIED_PARAMETERS = 1 << 30
-# Objects inside objects are searched to this depth: a model may hold a trainer that holds the whole program.
+# Objects inside objects are followed to this depth: a model may hold a trainer that holds the whole program.
 DEPTH = 2
 FOREIGN = sys.stdlib_module_names | {"torch", "numpy", "accelerate"}
 
@@ -33,7 +33,7 @@ Undo = Callable[[], object]
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Afterwards all that can be reached from the model is as it was, also after an exception.
+    """Restores everything that can be reached from the model, also after an exception.
 
     >>> class Cached(nn.Linear):
     ...     shape = None
@@ -54,7 +54,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 
 class _Memory:
-    """How to undo every change to what can be reached from a model."""
+    """The functions that undo every change to the objects that can be reached from a model."""
 
     def __init__(self, model: nn.Module) -> None:
         self._undo: list[Undo] = []
@@ -87,7 +87,7 @@ class _Memory:
             self._undo += _tensor(value, copying=self._copying or not isinstance(value, nn.Parameter))
             return []
         if isinstance(value, nn.Module):
-            if getattr(value, "max_norm", None):  # an embedding that shortens its rows as it reads them
+            if getattr(value, "max_norm", None):  # such an embedding rescales its rows when it reads them
                 self._undo += [_values(p) for p in value.parameters(recurse=False)]
             return self._remember(vars(value), depth)
         if isinstance(value, dict):
@@ -133,7 +133,7 @@ def _memory(tensor: Tensor) -> int:
 
 
 def _holds_state(value: Any) -> bool:
-    """Whether an object is of a class that may belong to the model: no class, function or foreign object."""
+    """Whether an object may hold state of the model; classes, functions and foreign objects do not."""
     if isinstance(value, type) or not hasattr(value, "__dict__") or callable(value):
         return False
     package = type(value).__module__.partition(".")[0]
@@ -141,7 +141,7 @@ def _holds_state(value: Any) -> bool:
 
 
 def _tensor(tensor: Tensor, *, copying: bool) -> Iterator[Undo]:
-    """How to undo changes to one tensor; its gradient is removed until then, so that nothing adds to it."""
+    """A function that undoes changes to one tensor; until it is called, the tensor has no gradient."""
     if tensor.is_leaf:
         if tensor.grad is not None:
             yield partial(setattr, tensor, "grad", tensor.grad)

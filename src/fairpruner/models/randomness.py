@@ -14,7 +14,7 @@ import torch
 
 @contextmanager
 def random_state_kept(devices: Iterable[torch.device] = ()) -> Iterator[None]:
-    """Afterwards Python, numpy, torch on the CPU and torch on each device draw what they would have drawn."""
+    """Restores the random states of Python, numpy, torch on the CPU and torch on each device."""
     undo = [*_of_processor(), *(_of_device(device) for device in sorted(set(devices), key=str))]
     try:
         yield

@@ -52,7 +52,7 @@ class Read:
             raise NotObservable(
                 self.space.name,
                 f"Space {self.space.name!r} cannot be observed: {self.part.tensor} reads"
-                f" {list(source.shape)}, whose dim 0 is no multiple of the {samples} samples of the batch."
+                f" {list(source.shape)}, whose dim 0 is not a multiple of the {samples} samples of the batch."
                 f" Leave it out with skip={self.space.name!r} in discover.",
             )
         channels = source.shape[axis]

@@ -57,7 +57,7 @@ def _record_tensor(tensor: Tensor) -> Json | None:
     return {"shape": list(tensor.shape), "type": kind, "range": ends}
 
 
-def draw(recorded: Any, device: torch.device) -> Any:
+def draw_example(recorded: Any, device: torch.device) -> Any:
     """A random input of the recorded kind, the same for the same record."""
     if _numbers(recorded) > MOST_NUMBERS:
         raise FairprunerError(f"The recorded example has more than {MOST_NUMBERS:,} numbers.")

@@ -15,7 +15,7 @@ CACHES = ("past_key_values", "past_key_value")
 
 
 class Removed(nn.Module):
-    """A module that was removed; it keeps the attributes that code around it reads, and no tensor."""
+    """A module without tensors that replaces a removed one; it keeps attributes that other code may read."""
 
     argument: int | str  # which of its arguments the block reads from the stream
     outputs: int  # the length of the tuple that it returns; 0 for a tensor
@@ -42,14 +42,14 @@ class Removed(nn.Module):
 
 
 class PassesInput(Removed):
-    """Returns what it is given: a residual block that adds nothing."""
+    """Returns its input: a residual block that adds nothing."""
 
     def result(self, stream: Tensor) -> Tensor:
         return stream
 
 
 class ReturnsZeros(Removed):
-    """Returns zeros like what it is given: a branch that adds nothing to its stream."""
+    """Returns zeros in the shape of its input: a branch that adds nothing to its stream."""
 
     def result(self, stream: Tensor) -> Tensor:
         return torch.zeros_like(stream)

@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from fairpruner.errors import FairprunerError
 
-# Packages of torch whose modules hold packed integer weights, which are no named parameters.
+# Packages of torch whose modules hold packed integer weights, which are not named parameters.
 QUANTIZED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.nn.quantized")
 
 

@@ -109,7 +109,7 @@ def as_products(func: Any) -> Callable[..., Any] | None:
 
 
 def base_of(tensor: Tensor) -> Tensor:
-    """The tensor that a view was made of; a tensor that is no view is returned itself."""
+    """The tensor that a view was made from; the tensor itself if it is not a view."""
     return tensor if tensor._base is None else tensor._base
 
 

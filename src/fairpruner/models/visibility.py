@@ -1,4 +1,4 @@
-"""How every read of a model can be observed, learned from one or two forward passes."""
+"""Whether and how every read of a model can be observed, from one or two forward passes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Visibility:
 def find_visibility(
     model: nn.Module, reads: Sequence[Read], samples: int, run: Callable[[], Any]
 ) -> Visibility:
-    """Call `run`, which runs the model on so many samples, to learn how every read can be observed."""
+    """Call `run`, which runs the model on `samples` samples, to find how every read can be observed."""
     by_call = _examine(reads, {}, samples, run)
     reached = {read.space for read in by_call}
     # A sample need not use every expert of a list.
@@ -59,7 +59,7 @@ def _examine(
 
 
 def _not_seen(read: Read) -> str:
-    """The reason for a space of which no call was seen."""
+    """The reason for a space that no observed call reads."""
     name = read.space.name
     return (
         f"Space {name!r} cannot be observed: no call was seen in which {read.part.tensor} reads its"
@@ -69,7 +69,7 @@ def _not_seen(read: Read) -> str:
 
 
 def _is_stack(model: nn.Module, read: Read) -> bool:
-    """Whether the weight is a stack of matrices: the input of its module is not what the last one reads."""
+    """Whether the weight is a stack of matrices; then the input of its module is not what they read."""
     matrices = read.weight.ndim == 3 and read.part.dim > 0
     return matrices and not isinstance(_holder(model, read), AnyConvolution)
 

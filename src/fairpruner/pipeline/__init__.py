@@ -23,7 +23,14 @@ from fairpruner.inputs.datasets import example_of
 from fairpruner.inputs.workers import naming_dead_workers
 from fairpruner.models.calling import evaluating
 from fairpruner.models.devices import device_of_model
-from fairpruner.pipeline.search import EFFORT, RULES, Search, choose, make_candidates, useful_removals
+from fairpruner.pipeline.search import (
+    EFFORT,
+    SEARCHED_RULES,
+    Search,
+    choose,
+    make_candidates,
+    useful_removals,
+)
 from fairpruner.recovery import recover
 from fairpruner.repair import METHODS
 from fairpruner.repair import repair as mend
@@ -64,10 +71,11 @@ def prune(
 ) -> tuple[nn.Module, Plan]:
     """The smaller model, and the plan that cuts the original to its shapes; the model given is not changed.
 
-    For a budget in one round, plans of several signals and rules are cut, repaired and compared with the
-    original on samples that the repair did not see, within `effort` forward passes over the data.
-    `plan.tried` lists them. Methods in `repair`, and signals and rules in `options`, are used as given, not
-    searched. `preset="paper"` is the paper's method alone: its signals, its rule, no repair.
+    For a budget in one round, a search makes plans from several signals and rules, cuts and repairs them, and
+    compares them with the original on samples that the repair did not use. It may use `effort` forward passes
+    over the data, and `plan.tried` lists what it compared. If you name methods in `repair`, or signals and
+    rules in `options`, these are used instead of a search over them. `preset="paper"` is the paper's method
+    alone: its signals, its rule, no repair.
 
     With several rounds, or with a tolerance, each round uses the paper's signals and rule, or those in
     `options`. With R rounds, each round keeps the R-th root of the budget's share. A tolerance holds in every
@@ -122,7 +130,7 @@ def prune(
 def _searched(
     model: nn.Module, data: Iterable[Any], spaces: Spaces, search: Search, options: Options
 ) -> tuple[nn.Module, Plan]:
-    """The best smaller model that a search finds, and its plan; `options` narrow the search."""
+    """The best smaller model that a search finds, and its plan; `options` restrict the search."""
     if search.keep.metric in KINDS_OF_METRIC:  # a budget of experts removes nothing else
         spaces = spaces.only(kinds=KINDS_OF_METRIC[search.keep.metric])
     first = next(read_batches(data, device_of_model(model), model))
@@ -130,11 +138,11 @@ def _searched(
     if scoring.get("removal") is None:
         scoring["removal"] = useful_removals(spaces, classes=first.has_classes and first.labels.ndim == 1)
     scores = score(model, data, spaces=spaces, **scoring)
-    rules = (limits.pop("rule"),) if "rule" in limits else RULES
+    rules = (limits.pop("rule"),) if "rule" in limits else SEARCHED_RULES
     candidates = make_candidates(scores, search.keep, rules, **limits)
     with evaluating(model):
         objective = Objective.of(model, first, options["repair"].get("loss", scoring.get("loss")), seed=0)
-    task = objective.task if objective.loss is None else None  # a loss of the caller's takes any outputs
+    task = objective.task if objective.loss is None else None  # a caller's loss may take outputs of any form
     return choose(model, data, candidates, replace(search, loss=objective.loss, task=task))
 
 
@@ -152,7 +160,7 @@ def _share_of(keep: Budget, so_far: Plan, done: float) -> Budget:
     if keep.counted_in == "latency_ms":  # a latency table holds for the original model only
         if done < 1:
             raise FairprunerError(
-                f"A budget of {keep.metric} is met in one round: give rounds=1, or a budget of flops."
+                f"A budget of {keep.metric} needs a single round: give rounds=1, or a budget of flops."
             )
         return keep
     original = so_far.original[keep.metric]

@@ -23,7 +23,7 @@ from fairpruner.models.supported import check_supported
 from fairpruner.repair.batchnorm import reestimate
 from fairpruner.repair.experts import refit_experts
 from fairpruner.repair.job import Job, first_batch
-from fairpruner.repair.least_squares import predict
+from fairpruner.repair.least_squares import predict_removed
 from fairpruner.repair.merging import merge_experts
 from fairpruner.repair.notes import Note, Repaired
 from fairpruner.repair.renormalising import renormalise
@@ -37,7 +37,7 @@ from fairpruner.terminal import progress
 __all__ = ["METHODS", "Note", "Repaired", "Statistics", "repair", "repair_with_notes"]
 
 METHODS: dict[str, Callable[[Job], list[Note]]] = {
-    **{name: partial(predict, judge=judge) for name, judge in JUDGES.items()},
+    **{name: partial(predict_removed, judge=judge) for name, judge in JUDGES.items()},
     "sequential": refit,
     "merge": merge_experts,
     "experts": refit_experts,
@@ -59,14 +59,19 @@ def repair(
     method: str | Sequence[str] = "least_squares",
     loss: Loss | None = None,
 ) -> nn.Module:
-    """A copy of `small`, the cut of `model` by `plan`, with weights that make up for what was removed.
+    """A copy of `small`, the cut of `model` by `plan`, whose weights compensate for the removed units.
 
-    Nothing is trained, and neither model changes. `mean` adds the mean of what consumers lost;
-    `least_squares` predicts it from what they kept; `sequential` refits every weight in the order of the
-    forward pass; `merge` moves kept experts towards removed ones; `experts` refits what the kept experts of
-    each block and a shared one return; `batchnorm` estimates running statistics again. Several methods are
-    applied one after the other, each only if it does not raise the `loss` (cross-entropy by default) on the
-    first samples.
+    Nothing is trained, and neither model changes. The methods:
+
+    - `mean` adds the mean of the removed units' contribution to each weight that read them.
+    - `least_squares` predicts this contribution from the kept units.
+    - `sequential` refits every weight in the order of the forward pass.
+    - `merge` moves kept experts towards removed ones.
+    - `experts` refits the last matrices of the kept experts, and of a shared expert, of each block.
+    - `batchnorm` estimates running statistics again.
+
+    Several methods are applied one after the other. Each is applied only if it does not raise the `loss`
+    (cross-entropy by default) on the first samples.
 
     >>> import fairpruner as fp
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)).double()  # 8 units that 4 inputs determine
@@ -155,7 +160,7 @@ def _check_cut(small: nn.Module, model: nn.Module, plan: Plan) -> None:
     )
     for name, tensor in tensors_by_name(model).items():
         if name.startswith((*lists, *gone)):
-            continue  # a list that lost modules numbers the others anew; a block takes its tensors with it
+            continue  # the modules of a shortened list have new numbers; a removed block has no tensors
         expected = [
             len(kept[name, dim]) if (name, dim) in kept else size for dim, size in enumerate(tensor.shape)
         ]

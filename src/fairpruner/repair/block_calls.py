@@ -1,25 +1,26 @@
-"""What one block of a cut model is called with, batch by batch, and what it should return.
+"""The inputs of one block of a cut model, batch by batch, and the output that it should return.
 
-With the block's output returned, the model should continue as the original does. Where the output is added
-to a residual stream, z = block + r in the cut model and z* in the original, the block should return z* - r:
-it then also undoes the error of the stream.
+The block should return what lets the model continue as the original does. If its output is added to a
+residual stream r, the cut model has z = block + r and the original has z*. Then the block should return
+z* - r, which also corrects the error of the stream.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from fairpruner.inputs.batches import Batch, forward
 from fairpruner.inputs.tokens import counted_rows
 from fairpruner.models.calling import tensors_of
 from fairpruner.models.experts import ExpertBlock
 from fairpruner.models.precision import widened
+from fairpruner.models.torch_calls import TorchCalls
 from fairpruner.repair.interceptor import ADDITIONS
 from fairpruner.repair.job import Job
 from fairpruner.repair.regression import in_first_half
@@ -34,7 +35,7 @@ def caller_of(block: ExpertBlock) -> str:
 
 @dataclass(frozen=True, eq=False)
 class BlockCall:
-    """What a block is called with in one batch, and what it should return."""
+    """The arguments of a block in one batch, and the output that it should return."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -48,7 +49,7 @@ class BlockCall:
 
 
 class BlockCalls:
-    """The calls of a block, batch by batch; held from the first iteration on, as far as there is room."""
+    """The calls of a block, batch by batch; the first iteration keeps them as far as there is room."""
 
     def __init__(self, job: Job, block: ExpertBlock) -> None:
         self._job, self._path = job, caller_of(block)
@@ -82,7 +83,7 @@ class BlockCalls:
 
 @dataclass(frozen=True, eq=False)
 class _Observed:
-    """What a block was called with, what it returned, and the sum that this was added into."""
+    """The arguments and the output of a block, and the sum that its output was added into."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -91,44 +92,36 @@ class _Observed:
 
 
 class _Seen(BaseException):
-    """Ends a forward pass once enough was seen; no Exception, so that no handler on the way catches it."""
+    """Ends a forward pass early; it is a BaseException, so that the model's handlers do not catch it."""
 
 
-class _UntilAddition(TorchFunctionMode):
+class _UntilAddition(TorchCalls):
     """Runs a model until the output of a module is added to something."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.call: tuple[tuple[Any, ...], Mapping[str, Any], Tensor] | None = None
+        self.seen: tuple[tuple[Any, ...], Mapping[str, Any], Tensor] | None = None
         self.sum: Tensor | None = None
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
-        self.call = args, kwargs, next(tensors_of(output))
+        self.seen = args, kwargs, next(tensors_of(output))
 
-    def __torch_function__(
-        self,
-        function: Callable[..., Any],
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if self.call is not None and function in ADDITIONS and not kwargs:
-            out = self.call[2]
+    def call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if self.seen is not None and function in ADDITIONS and not kwargs:
+            out = self.seen[2]
             if any(operand is out for operand in args):
                 self.sum = torch.add(*args)  # never in place: the output is needed as it was
                 raise _Seen
-        return function(*args, **(kwargs or {}))
+        return function(*args, **kwargs)
 
 
 def _observe(model: nn.Module, path: str, batch: Batch) -> _Observed:
     run = _UntilAddition()
-    hook = model.get_submodule(path).register_forward_hook(run.leave, with_kwargs=True)
-    try:
-        with run:
-            forward(model, batch)
-    except _Seen:
-        pass
-    finally:
-        hook.remove()
-    assert run.call is not None
-    return _Observed(*run.call, run.sum)
+    with (
+        suppress(_Seen),
+        model.get_submodule(path).register_forward_hook(run.leave, with_kwargs=True),
+        run,
+    ):
+        forward(model, batch)
+    assert run.seen is not None
+    return _Observed(*run.seen, run.sum)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import dropwhile
@@ -217,13 +218,12 @@ class _LastMatrices:
         def keep(linear: nn.Linear, args: tuple[Any, ...], output: Tensor) -> None:
             inputs[linear], outputs[linear] = args[0].detach().flatten(0, -2), output
 
-        hooks = [linear.register_forward_hook(keep) for linear in self._tails]
-        try:
-            with torch.enable_grad(), watching_experts(self._model, self._watched, routers.append):
-                out = next(tensors_of(self._module(*call.args, **call.kwargs))).flatten(0, -2)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with ExitStack() as stack:
+            for linear in self._tails:
+                stack.enter_context(linear.register_forward_hook(keep))
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(watching_experts(self._model, self._watched, routers.append))
+            out = next(tensors_of(self._module(*call.args, **call.kwargs))).flatten(0, -2)
         return _BlockRun(out, inputs, outputs, routers[0] if routers else None)
 
 

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
+from fairpruner.models.torch_calls import TorchCalls
 from fairpruner.repair.products import Product
 
 ADDITIONS = (torch.add, torch.Tensor.add, torch.Tensor.add_)
 
 
-class Interceptor(TorchFunctionMode):
+class Interceptor(TorchCalls):
     """Shows every product with a named weight, every batch norm and every addition of a forward pass.
 
     A subclass may change what products return and what additions add.
@@ -37,14 +37,7 @@ class Interceptor(TorchFunctionMode):
     def addition(self, number: int, operands: list[Tensor], in_place: bool) -> None:
         """The number-th addition of two tensors of one shape; `operands` may be replaced."""
 
-    def __torch_function__(
-        self,
-        function: Callable[..., Any],
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
+    def call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         product = Product.of_call(self.names, function, args, kwargs)
         if product is not None:
             return self.product(product)

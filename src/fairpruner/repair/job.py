@@ -1,4 +1,4 @@
-"""What every repair method is given."""
+"""The arguments of every repair method."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fairpruner.models.devices import device_of_model
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """A cut model, which a method changes in place, and all that it may look at."""
+    """A cut model, which a method changes in place, and all that it may read."""
 
     small: nn.Module
     model: nn.Module

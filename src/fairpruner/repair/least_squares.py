@@ -1,6 +1,6 @@
-"""Predict what was removed from what was kept, and add the prediction to the consumers' weights.
+"""Predict removed units from kept units, and add the prediction to the weights that read them.
 
-Only the original model is looked at, so what is gathered from it serves every plan.
+Only the original model is observed, so one collection of sums serves every plan.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from fairpruner.repair.job import Job
 from fairpruner.repair.notes import ROUTED, UNSEEN, USED_ELSEWHERE, Note
 from fairpruner.repair.products import Product
 from fairpruner.repair.regression import Halves, JudgedFit, float64
-from fairpruner.repair.tensors import Kept, kept_by_dim, tensors_by_name
+from fairpruner.repair.tensors import KeptByDim, kept_by_dim, tensors_by_name
 from fairpruner.repair.weight_uses import Offset, WeightUse, find_weight_uses
 
 MOST_CHANNELS = 2**14  # that one weight reads: the products of all their pairs are held
 MOST_NUMBERS = 2**27  # in the products of pairs, over all weights, that one sweep gathers
 
-Judge = Callable[[Halves, bool], JudgedFit]
+JudgingFit = Callable[[Halves, bool], JudgedFit]
 
 
-def predict(job: Job, judge: Judge) -> list[Note]:
-    """Add to every consumer in the cut model what the removed units gave it, as far as the kept ones show."""
+def predict_removed(job: Job, judge: JudgingFit) -> list[Note]:
+    """Add to every consumer in the cut model the prediction of what the removed units gave it."""
     spaces = [space for space in job.plan.spaces if job.plan.removed[space.name]]
     uses = find_weight_uses(job.model, next(job.read()))
-    left = tensors_by_name(job.small)  # a removed block takes its consumers with it
+    left = tensors_by_name(job.small)  # without the consumers inside removed blocks
     consumers = [consumer for consumer in consumers_of(spaces, job.model) if consumer.name in left]
     usable, notes = sort_out(consumers, uses, job.model)
     for group in _groups(usable):
@@ -68,7 +68,7 @@ def sort_out(
 
 
 def _groups(consumers: Iterable[Consumer]) -> Iterator[list[Consumer]]:
-    """Consumers whose moments are held together: as many as there is room for, or a single large one."""
+    """Groups of consumers whose moments fit in memory together; a very large one is a group by itself."""
     group: list[Consumer] = []
     room = MOST_NUMBERS
     for consumer in consumers:
@@ -82,7 +82,7 @@ def _groups(consumers: Iterable[Consumer]) -> Iterator[list[Consumer]]:
 
 
 def gather(model: nn.Module, consumers: Iterable[Consumer], batches: Iterable[Batch]) -> dict[str, Moments]:
-    """The moments of all these consumers, in one sweep over the data."""
+    """The moments of all these consumers, in one pass over the data."""
     moments: dict[str, Moments] = {}
     by_name = {consumer.name: consumer for consumer in consumers}
     for batch in batches:
@@ -109,7 +109,7 @@ class _Reading(Interceptor):
         return product.run()
 
 
-def apply(small: nn.Module, plan: Plan, moments: Moments, offset: Offset | None, judge: Judge) -> Note:
+def apply(small: nn.Module, plan: Plan, moments: Moments, offset: Offset | None, judge: JudgingFit) -> Note:
     """Add to one consumer in the cut model what the removed units gave it."""
     consumer, product, kept = moments.consumer, moments.product, kept_by_dim(plan)
     name = consumer.name
@@ -134,8 +134,8 @@ def apply(small: nn.Module, plan: Plan, moments: Moments, offset: Offset | None,
     return Note.of(name, found)
 
 
-def _narrowed(weight: Tensor, name: str, kept: Kept) -> Tensor:
-    """What a cut leaves of a tensor."""
+def _narrowed(weight: Tensor, name: str, kept: KeptByDim) -> Tensor:
+    """The part of a tensor that a cut keeps."""
     for dim in range(weight.ndim):
         if (name, dim) in kept:
             weight = weight.index_select(dim, torch.from_numpy(kept[name, dim]).to(weight.device))

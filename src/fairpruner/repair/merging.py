@@ -1,8 +1,8 @@
-"""Merge every removed expert into the kept one whose row of the router is most similar.
+"""Merge every removed expert into the kept expert with the most similar router row.
 
-A kept expert moves towards the mean of itself and of the removed experts that it takes in. How far is chosen
-on the data: each block, in the order of the forward pass, takes the share of the way that brings its output
-nearest to what it should return (see `block_calls`).
+A kept expert moves towards the mean of itself and the removed experts that are merged into it. The data
+decides how far: in the order of the forward pass, each block takes the share of the way with which its output
+is nearest to what it should return (see `block_calls`).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _merge(job: Job, block: ExpertBlock, removed: Tensor) -> Note:
 
 
 def nearest(rows: Tensor, removed: Tensor) -> Tensor:
-    """For each removed expert the place among the kept of the most similar one; router rows [E, H]."""
+    """For each removed expert, the position of the most similar kept expert; router rows [E, H]."""
     directions = F.normalize(float64(rows), dim=1)
     kept = torch.ones(len(rows), dtype=torch.bool).index_fill(0, removed, False)
     return (directions[removed] @ directions[kept].T).argmax(1)

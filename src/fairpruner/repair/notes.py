@@ -10,9 +10,9 @@ from torch import nn
 from fairpruner.repair.regression import JudgedFit
 
 UNSEEN = "no convolution or matrix product was seen to use it as it is"
-ROUTED = "it lies inside one of several experts, each called on tokens of its own: 'merge' can repair those"
+ROUTED = "it is inside a list of experts, which are called on different tokens: 'merge' can repair those"
 NO_EXPERTS = "the plan removes no routed expert"
-USED_ELSEWHERE = "it is used for something else than a product as well"
+USED_ELSEWHERE = "another operation than a product uses it too"
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Note:
 
     @staticmethod
     def of(subject: str, found: JudgedFit) -> Note:
-        """How a fit went."""
+        """The note for a fit."""
         if found.fit is None:
             return Note(subject, "kept", found.reason)
         return Note(subject, "repaired", found.reason, found.after / found.before)

@@ -21,7 +21,7 @@ from fairpruner.inputs.tokens import counted_rows
 from fairpruner.models.torch_private import base_of
 from fairpruner.models.weight_operations import ALIASES, TRANSPOSED_CONVOLUTION, WEIGHT_OPERATIONS
 from fairpruner.repair.regression import in_first_half
-from fairpruner.repair.tensors import Kept
+from fairpruner.repair.tensors import KeptByDim
 
 _DEFAULTS = {"bias": None, "stride": 1, "padding": 0, "output_padding": 0, "dilation": 1, "groups": 1}
 
@@ -168,7 +168,7 @@ class Product:
         positions = by_position.shape[2]
         return by_position[rows.index // positions, :, rows.index % positions]
 
-    def kept_outputs(self, kept: Kept) -> Tensor:
+    def kept_outputs(self, kept: KeptByDim) -> Tensor:
         """The output channels of this call of the original that a cut leaves."""
         read, written = self.weight.shape[self.read_dim], self.weight.shape[self.write_dim]
         indices = kept.get((self.name, self.write_dim), np.arange(written))

@@ -1,4 +1,4 @@
-"""Router weights of a token that sum to one again, as they would if the removed experts had never been."""
+"""Router weights of a token that sum to one again, as if the removed experts had never existed."""
 
 from __future__ import annotations
 

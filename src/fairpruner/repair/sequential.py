@@ -39,7 +39,7 @@ from fairpruner.repair.job import Job
 from fairpruner.repair.notes import ROUTED, UNSEEN, USED_ELSEWHERE, Note
 from fairpruner.repair.products import Product, Rows
 from fairpruner.repair.regression import Fit, Halves, JudgedFit, float64, judged_fit
-from fairpruner.repair.tensors import Kept, kept_by_dim, tensors_by_name
+from fairpruner.repair.tensors import KeptByDim, kept_by_dim, tensors_by_name
 from fairpruner.repair.weight_uses import WeightUse, channel_scale, find_weight_uses
 
 POSITIONS = 32  # rows taken of each sample: neighbouring positions add little
@@ -52,7 +52,7 @@ FEWER_ROWS = "it is applied to every unit of a space by itself, and some of them
 
 def refit(job: Job) -> list[Note]:
     """Refit every weight of the cut model from the first that lost units onwards."""
-    # Which experts of a list are called, and so what is added where, differs between the two models.
+    # The two models may call different experts of a list, so their additions cannot be matched.
     if lists := expert_lists(job.model):
         return [Note(path, "skipped", ROUTED) for path in lists]
     plan, batch = job.plan, next(job.read())
@@ -63,7 +63,7 @@ def refit(job: Job) -> list[Note]:
         for part in (space.slices if space.kind == "block" else ())
         if part.owner[0] in plan.removed[space.name]
     } & set(uses)
-    # A removed block takes additions with it, so that the cut model numbers them anew.
+    # Without a removed block, later additions of the cut model have other numbers.
     places = _Places.of(uses, find_weight_uses(job.small, batch) if gone else uses, gone)
     lost = {part.tensor for s in plan.spaces if plan.removed[s.name] for part in s.slices_of("read")}
     lost &= set(tensors_by_name(job.small))
@@ -76,7 +76,7 @@ def refit(job: Job) -> list[Note]:
     waiting = {name for name, reason in obstacles.items() if not reason}
     while waiting:
         group = _refit_group(job, places.only(waiting))
-        if not group:  # the data takes another way through the model than its first samples
+        if not group:  # later samples take other branches of the model than the first ones
             return notes + [Note(name, "skipped", UNSEEN) for name in order if name in waiting]
         notes += [
             Note(name, "skipped", one.obstacle) if one.found is None else Note.of(name, one.found)
@@ -123,7 +123,7 @@ class _Places:
 
 
 def _obstacle(use: WeightUse) -> str:
-    """Why a weight is not refitted, or nothing."""
+    """Why a weight is not refitted; "" if it is."""
     if not use.only_multiplies:
         return USED_ELSEWHERE
     return f"it is called {use.calls} times, and a refit fits one place" if use.calls > 1 else ""
@@ -156,7 +156,7 @@ def _with_last(batches: Iterable[Batch]) -> Iterator[tuple[Batch, bool]]:
 
 @dataclass(frozen=True, eq=False)
 class _Target:
-    """What the original has in chosen rows of one weight's output, or of the addition where it arrives."""
+    """The original's values in chosen rows of one weight's output, or of the sum that it is added into."""
 
     rows: Rows
     values: Tensor  # [rows, kept outputs]
@@ -166,7 +166,9 @@ class _Target:
 class _OriginalPass(Interceptor):
     """Takes the targets of all weights from the original model."""
 
-    def __init__(self, model: nn.Module, uses: Mapping[str, WeightUse], kept: Kept, batch: Batch) -> None:
+    def __init__(
+        self, model: nn.Module, uses: Mapping[str, WeightUse], kept: KeptByDim, batch: Batch
+    ) -> None:
         super().__init__(model)
         self._uses, self._kept, self._batch = uses, kept, batch
         self._generator = torch.Generator().manual_seed(batch.position)
@@ -192,7 +194,7 @@ class _OriginalPass(Interceptor):
             self._take(product, rows, one + other)
 
     def _rows_of(self, product: Product, out: Tensor) -> Rows:
-        """The rows of an output to fit: the same for all of one size, so what they read is found once."""
+        """The rows of an output to fit; they are the same for all outputs of one size, and computed once."""
         counted, size = product.counted(out, self._batch), out.numel() // out.shape[product.axis]
         known, rows = self._rows.get((size, out.device), (None, None))
         if known is None or rows is None or not torch.equal(known, counted):
@@ -201,9 +203,7 @@ class _OriginalPass(Interceptor):
         return rows
 
     def _chosen(self, rows: Tensor) -> Tensor:
-        """POSITIONS rows of each sample on average, or TOKENS: one at random of each of as many equal
-        stretches.
-        """
+        """About POSITIONS rows of an image, or TOKENS of a text: one is drawn from each of equal parts."""
         each = POSITIONS if real_tokens(self._batch.inputs) is None else TOKENS
         wanted = min(len(rows), self._batch.size * each)
         random = torch.rand(wanted, generator=self._generator, dtype=torch.float64)
@@ -216,7 +216,7 @@ class _OriginalPass(Interceptor):
 
 
 class _Refit:
-    """One weight of the cut model: as it was, the sums so far, and the change of it that is in use."""
+    """One weight of the cut model: its value after the cut, the sums so far, and its change so far."""
 
     def __init__(self, small: Mapping[str, Tensor], product: Product, use: WeightUse) -> None:
         self._product, self._offset = product.without_input(), use.offset
@@ -239,11 +239,11 @@ class _Refit:
         self.obstacle = TOO_LARGE if self.numbers > MOST_OF_ONE else ""
 
     def before(self, features: Tensor) -> Tensor:
-        """What the weight as it was gives for features [G, rows, p]: [rows, outputs]."""
+        """The output of the unchanged weight for features [G, rows, p]: [rows, outputs]."""
         return _applied(self._before, features)
 
     def change(self, features: Tensor) -> Tensor:
-        """What the change that is in use adds to that."""
+        """What the change so far adds to this output."""
         return _applied(self._change, features)
 
     @property
@@ -253,7 +253,7 @@ class _Refit:
         return (self._change if hidden else self._nothing).offset.flatten()
 
     def add(self, features: Tensor, missing: Tensor, fitted: int) -> None:
-        """Add rows: features [G, rows, p], and what the weight as it was misses, [rows, outputs]."""
+        """Add rows: features [G, rows, p], and the error of the unchanged weight, [rows, outputs]."""
         by_group = missing.unflatten(1, (len(features), -1)).transpose(0, 1)  # [G, rows, q]
         new = Halves.of(features, by_group, fitted)
         if self._halves is None:
@@ -375,7 +375,7 @@ class _CutPass(Interceptor):
         own, other = (widened(product.outputs(operands[s], target.rows)) for s in (side, 1 - side))
         scale = channel_scale(arriving.outputs, own)  # [outputs]
         missing = torch.where(scale != 0, (target.values - own - other) / scale, 0.0)
-        missing += refit.change(arriving.features)  # by the weight as it was
+        missing += refit.change(arriving.features)  # the error of the unchanged weight
         refit.add(arriving.features, missing, target.rows.fitted)
         if self._solve is _Solve.LATER:
             return
@@ -386,5 +386,5 @@ class _CutPass(Interceptor):
         change = product.run() - arriving.out
         change += (refit.hidden_offset - hidden_before).to(change).view(by_channel)
         change *= scale.to(change).view(by_channel)
-        # An addition in place has to find its operand where it was.
+        # An addition in place writes into its first operand, so this tensor itself must have the new value.
         operands[side] = operands[side].add_(change) if in_place and side == 0 else operands[side] + change

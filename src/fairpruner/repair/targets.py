@@ -1,8 +1,8 @@
-"""What the blocks of the original give on each sample: the targets of gradient steps, computed once.
+"""The outputs of the original's blocks on each sample: the targets of gradient steps.
 
-A block is a module made of others: a residual block, an attention layer, the model itself. Where a block's
-output lost units itself, as a residual stream does, the target is the original's output without them.
-Targets are held as far as there is room, so that the original need not run in every epoch.
+A block is a module that consists of others: a residual block, an attention layer, the model itself. If units
+of a block's own output were removed, as from a residual stream, the target is the original's output without
+these units. Targets are kept in memory as far as there is room, so that the original runs less often.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fairpruner.repair.tensors import kept_by_dim
 SAMPLES = 64  # that the models run on together, at most
 MOST_HELD = 2**30  # bytes
 
-Outputs = dict[str, list[Tensor | None]]  # block -> its tensors, call by call; None for one that is no target
+Outputs = dict[str, list[Tensor | None]]  # block -> its output tensors, call by call; None: not a target
 _Narrowed = tuple[int, Tensor] | None  # along which dim an output keeps which indices; None: it keeps all
 _Mark = tuple[tuple[tuple[int, ...], float], ...]
 
@@ -33,7 +33,7 @@ class Targets:
     def __init__(
         self, small: nn.Module, model: nn.Module, plan: Plan, read: Callable[[], Iterator[Batch]]
     ) -> None:
-        """`read` reads the data once more; what it gives is compared, so that it may come in any order."""
+        """`read` starts a new pass over the data; batches are recognised, so their order may change."""
         self.blocks = _blocks(small, model)
         self._model, self._kept = model, kept_by_dim(plan)
         self._narrowed: dict[tuple[str, int], _Narrowed] | None = None  # by block and number; None: not known
@@ -56,7 +56,7 @@ class Targets:
         return {name: [rows.get(id(t)) for t in tensors] for name, tensors in outputs.items()}
 
     def _whole(self, batch: Batch, small: nn.Module) -> Outputs | None:
-        """The targets of a whole batch, if each belongs to a sample and there is room."""
+        """The targets of a whole batch from memory, if each belongs to a sample and there is room."""
         parts: list[Outputs] = []
         if self._narrowed is None:
             few = batch.rows(0, SAMPLES)
@@ -65,7 +65,7 @@ class Targets:
             outputs = self._wanted(batch.some(chosen))
             of_samples = all(t.ndim and len(t) == len(chosen) for t in _distinct(outputs))
             if not of_samples or _bytes(outputs) * batch.size // len(chosen) > self._room:
-                self._room = 0  # the batches to come are not different
+                self._room = 0  # later batches will not fit either
                 return None
             parts.append(outputs)
         if not parts:
@@ -98,7 +98,7 @@ class Targets:
         }
 
     def _compared(self, given: Outputs, wanted: Outputs) -> dict[tuple[str, int], _Narrowed]:
-        """How each of the original's outputs becomes one that the cut model gives; absent where none does."""
+        """The part of each output of the original that the cut model has too; other outputs are absent."""
         found: dict[tuple[str, int], _Narrowed] = {}
         for name, tensors in wanted.items():
             for n, (mine, theirs) in enumerate(zip(given.get(name, []), tensors, strict=False)):
@@ -114,10 +114,10 @@ class Targets:
         return found
 
     def _units(self, block: str, mine: Tensor, theirs: Tensor, dim: int) -> Tensor | None:
-        """The indices along a dim of the original's output that the cut model has.
+        """The indices along a dim of the original's output that the cut model kept.
 
-        They are those that are left in what a weight inside the block gives. Of several such sets, the one
-        that brings the two outputs nearest is taken.
+        Candidates are the sets of output channels that weights inside the block keep. The set with which the
+        two outputs are nearest is taken.
         """
         inside = f"{block}." if block else ""
         sets = {
@@ -139,7 +139,7 @@ class Targets:
 
 
 def _distinct(outputs: Outputs) -> list[Tensor]:
-    """All tensors; one that several blocks give, because it is the output of the last inside, only once."""
+    """All tensors, each once; a block and the last block inside it may return the same tensor."""
     return list({id(t): t for tensors in outputs.values() for t in tensors if t is not None}.values())
 
 
@@ -148,7 +148,7 @@ def _bytes(outputs: Outputs) -> int:
 
 
 def _joined(parts: Sequence[Outputs]) -> Outputs:
-    """The outputs of consecutive samples, one after the other; a tensor given by two blocks stays one."""
+    """The outputs of several parts of a batch, joined; a tensor that two blocks return stays one tensor."""
     joined: dict[int, Tensor] = {}
     whole: Outputs = {}
     for name, tensors in parts[0].items():
@@ -160,13 +160,14 @@ def _joined(parts: Sequence[Outputs]) -> Outputs:
 
 
 def _mark(batch: Batch) -> _Mark:
-    """What tells the inputs of one batch from those of another."""
+    """A value by which the inputs of a batch are recognised in a later pass."""
     return tuple((tuple(t.shape), float(t.double().sum())) for t in tensors_of(batch.inputs))
 
 
 def _blocks(small: nn.Module, model: nn.Module) -> list[str]:
-    """The modules made of others, the model itself first; in a list that lost modules the others moved up,
-    so that nothing inside it is the same module in both models.
+    """The paths of the modules that consist of others, the model itself first.
+
+    Modules inside a list that lost some are left out, because their numbers differ between the two models.
     """
     shortened = tuple(
         f"{name}."
@@ -182,7 +183,7 @@ def _blocks(small: nn.Module, model: nn.Module) -> list[str]:
 
 
 class BlockOutputs:
-    """The tensors that each block of a model gave, call by call, since they were last taken."""
+    """Collects the output tensors of each block, call by call, until they are taken."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:
         self._blocks = {name: model.get_submodule(name) for name in blocks}

@@ -1,4 +1,4 @@
-"""The tensors of a model by name, and what a cut leaves of them."""
+"""The tensors of a model by name, and the indices of them that a cut keeps."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from fairpruner.core.arrays import Ints
 from fairpruner.core.plan import Plan
 from fairpruner.models.narrowing import kept_indices
 
-Kept = dict[tuple[str, int], Ints]  # (tensor, dim) -> the indices that stay; absent where all stay
+KeptByDim = dict[tuple[str, int], Ints]  # (tensor, dim) -> the kept indices; absent if all are kept
 
 
-def kept_by_dim(plan: Plan) -> Kept:
-    """The indices that a cut leaves along each dim of each tensor that loses some."""
+def kept_by_dim(plan: Plan) -> KeptByDim:
+    """The kept indices along each dim of each tensor that loses some."""
     return {
         (tensor, dim): kept
         for tensor, dims in kept_indices(plan.spaces, plan.removed).items()

@@ -1,7 +1,7 @@
 """Gradient steps on the calibration samples that bring a cut model's activations nearer to the original's.
 
-No labels are used: the target is what the original computes on the same samples. For every block the squared
-error between the outputs of both models is a term of the loss, as a share of the original's power.
+No labels are used: the target is the original's output on the same samples. The loss has one term for each
+block: the squared error between the outputs of both models, divided by the original's squared output.
 Matching the activations of all blocks overfits a few thousand samples far less than matching logits.
 """
 
@@ -21,8 +21,8 @@ from fairpruner.repair.notes import Note
 from fairpruner.repair.targets import SAMPLES, BlockOutputs, Outputs, Targets
 
 EPOCHS = 10
-RATE = 1e-3  # of Adam at the start; a cosine leads it to zero
-WIDE = {torch.float32, torch.float64}  # narrower parameters would round the steps away
+RATE = 1e-3  # of Adam at the start; it falls to zero along a cosine
+WIDE = {torch.float32, torch.float64}  # in narrower types, small steps would be lost by rounding
 
 
 def tune(
@@ -36,37 +36,37 @@ def tune(
     steps = epochs * sum(math.ceil(batch.size / SAMPLES) for batch in read())
     done = 0
     with torch.enable_grad(), _learning(parameters), BlockOutputs(small, targets.blocks) as given:
-        for epoch in range(epochs):
-            for batch in read():
-                for chosen in _parts(batch, epoch):
-                    part = batch.some(chosen)
-                    forward(small, part)
-                    loss = _error(given.taken(), targets.of(batch, chosen), part)
-                    if loss is None:
-                        return [Note("tune", "skipped", "no block gives tensors of the original's shape")]
-                    for group in optimizer.param_groups:
-                        group["lr"] = RATE * (1 + math.cos(math.pi * done / steps)) / 2
-                    optimizer.zero_grad()
-                    loss.backward()
-                    optimizer.step()
-                    done += 1
+        for batch, chosen in _parts(read, epochs):
+            part = batch.some(chosen)
+            forward(small, part)
+            loss = _error(given.taken(), targets.of(batch, chosen), part)
+            if loss is None:
+                return [Note("tune", "skipped", "no block gives tensors of the original's shape")]
+            for group in optimizer.param_groups:
+                group["lr"] = RATE * (1 + math.cos(math.pi * done / steps)) / 2
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            done += 1
     return [Note("tune", "repaired", f"{done} gradient steps towards the original's activations")]
 
 
 def narrow_types(model: nn.Module) -> list[str]:
-    """The types of a model's parameters in which small steps would be rounded away."""
+    """The types of a model's parameters in which small steps would be lost by rounding."""
     return sorted({str(p.dtype) for p in model.parameters() if p.is_floating_point()} - set(map(str, WIDE)))
 
 
-def _parts(batch: Batch, epoch: int) -> Sequence[Tensor]:
-    """The indices of a batch's samples, in another order each epoch, SAMPLES at a time."""
-    seed = torch.Generator().manual_seed(1_000_003 * epoch + batch.position)
-    parts: Sequence[Tensor] = torch.randperm(batch.size, generator=seed).split(SAMPLES)
-    return parts
+def _parts(read: Callable[[], Iterator[Batch]], epochs: int) -> Iterator[tuple[Batch, Tensor]]:
+    """Every batch of every epoch, with the indices of at most SAMPLES samples, in a new order each epoch."""
+    for epoch in range(epochs):
+        for batch in read():
+            seed = torch.Generator().manual_seed(1_000_003 * epoch + batch.position)
+            for chosen in torch.randperm(batch.size, generator=seed).split(SAMPLES):
+                yield batch, chosen
 
 
 def _error(given: Outputs, wanted: Outputs, batch: Batch) -> Tensor | None:
-    """The mean over all tensors of the same shape of their squared error over the original's power."""
+    """The mean relative squared error of all tensors that have the same shape in both models."""
     pairs = {
         id(mine): (name, mine, theirs)
         for name, tensors in given.items()
@@ -78,7 +78,7 @@ def _error(given: Outputs, wanted: Outputs, batch: Batch) -> Tensor | None:
 
 
 def _relative(mine: Tensor, theirs: Tensor, batch: Batch, block: str) -> Tensor:
-    """The squared error of a tensor, padding of texts left out, as a share of what it should be."""
+    """The squared error of a tensor divided by the square of its target; the padding of texts is left out."""
     if mine.ndim >= 3:
         rows = counted_rows(mine.shape[0] * mine.shape[1], batch.inputs, block).to(mine.device)
         if len(rows) < mine.shape[0] * mine.shape[1]:
@@ -90,7 +90,7 @@ def _relative(mine: Tensor, theirs: Tensor, batch: Batch, block: str) -> Tensor:
 
 @contextmanager
 def _learning(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """All parameters take gradients inside, also frozen ones; afterwards they are as they were."""
+    """Inside, all parameters require gradients, also frozen ones; afterwards this is restored."""
     before = [p.requires_grad for p in parameters]
     try:
         for parameter in parameters:

@@ -16,12 +16,12 @@ from fairpruner.repair.interceptor import Interceptor, is_addition
 from fairpruner.repair.products import Product
 from fairpruner.repair.regression import float64
 
-SAMPLES = 4  # that are run; of texts a single one, for it has many tokens
+SAMPLES = 4  # samples that are run; only one text, because it has many tokens
 ROWS = 256  # of an output that are compared
 
 
 class Offset(NamedTuple):
-    """The tensor that takes a constant added to an output.
+    """The tensor to which a constant can be added instead of to an output.
 
     It is a bias (sign +1), or the running mean of the batch norm that reads the output (sign -1).
     """
@@ -47,7 +47,8 @@ class WeightUse:
     # by a tied autoencoder.
     only_multiplies: bool
     offset: Offset | None
-    addition: Addition | None  # where its output, at most scaled and shifted channel by channel, is added
+    # Where its output is added to something, perhaps scaled and shifted channel by channel.
+    addition: Addition | None
 
 
 def find_weight_uses(model: nn.Module, batch: Batch) -> dict[str, WeightUse]:
@@ -84,7 +85,7 @@ class UseTracer(Interceptor):
         self._latest: Tensor | None = None  # output of a product
 
     def uses(self) -> dict[str, WeightUse]:
-        """What was seen."""
+        """The uses of all weights that were seen."""
         return {
             name: WeightUse(
                 calls=len(outputs),
@@ -127,30 +128,24 @@ class UseTracer(Interceptor):
             if output.addition is None and output.arrives_as(operand)
         ]
         if arriving:
-            # Of two outputs that meet, the one with more features can make up for more of the other's error.
+            # Of two outputs that are added, the one with more features can correct more of the other's error.
             output, where = max(arriving, key=lambda found: found[0].features)
             output.addition = where
 
-    def __torch_function__(
-        self,
-        function: Callable[..., Any],
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        result = super().__torch_function__(function, types, args, kwargs)
+    def call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        result = super().call(function, args, kwargs)
         if next(tensors_of(result), None) is None:
             return result  # a shape or a type was asked for
-        if is_addition(function, args, kwargs or {}):
+        if is_addition(function, args, kwargs):
             setattr(result, _SUM, self.additions - 1)
-        read = list(tensors_of([*args, *(kwargs or {}).values()]))
+        read = list(tensors_of([*args, *kwargs.values()]))
         for tensor in read:
             if id(tensor) in self._readers:
                 self._readers[id(tensor)] += 1
             if isinstance(output := getattr(tensor, _IS, None), _Output):
                 output.readers += 1
         if isinstance(result, Tensor) and result is not self._latest:
-            before = [] if is_addition(function, args, kwargs or {}) else read
+            before = [] if is_addition(function, args, kwargs) else read
             led_here = {id(o): o for tensor in before for o in getattr(tensor, _COMES_FROM, ())}.values()
             setattr(result, _COMES_FROM, [output for output in led_here if output.shape == result.shape])
         return result

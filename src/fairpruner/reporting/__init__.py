@@ -92,5 +92,5 @@ def _measured_at_saving(folder: Path) -> NumbersByModel:
         return {}
     content = read_plain_json(folder / REPORT)
     if not isinstance(content, dict):
-        raise FairprunerError(f"{folder / REPORT} is no report of fairpruner: restore it, or remove it.")
+        raise FairprunerError(f"{folder / REPORT} is not a report of fairpruner: restore it, or remove it.")
     return read_numbers({folder.name: content.get("measured", {})})

@@ -52,7 +52,7 @@ LOOKED_AT = 2  # samples of the first batch that show how the model can be obser
 
 @dataclass(frozen=True, eq=False)
 class _ForwardPass:
-    """What one forward pass showed, besides the activations that the signals have already seen."""
+    """The result of one forward pass, besides the activations that the signals have already seen."""
 
     output: Any
     feed: SignalFeed

@@ -1,4 +1,4 @@
-"""Feeding signals: which signals see what a weight read, and in which form."""
+"""Giving the inputs of weights to signals: which signals get them, and in which form."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from fairpruner.scoring.samples import rows_along, samples_of_rows
 
 
 class GateInput(NamedTuple):
-    """What a weight read, as a tensor whose gradient flows through this weight alone."""
+    """The input of a weight, as a tensor whose gradient comes from this weight alone."""
 
     read: Read
     tensor: Tensor

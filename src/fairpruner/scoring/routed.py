@@ -1,4 +1,4 @@
-"""What routed experts show in a batch: sums over its tokens for each expert, called tallies."""
+"""Tallies of routed experts: sums over the tokens of a batch for each expert."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Samples: what a consumer of a space read in a batch, as [N, J, F], and the label of each sample.
 
-A sample is an input of the batch, or for texts one token that is no padding. Where each pixel has a class,
+A sample is an input of the batch, or for texts one token that is not padding. Where each pixel has a class,
 signals that compare classes see positions of maps as samples. Inside a list of experts a sample is a pair of
 a token and an expert that the token was sent to.
 """
@@ -46,7 +46,7 @@ def samples_of(
 
 
 def _real_tokens(read: Read, source: Tensor, batch: Batch) -> Tensor | None:
-    """Which rows that a weight read are no padding, bool [N, rows of a text]; None for other data."""
+    """Which rows that a weight read are not padding, bool [N, rows of a text]; None for other data."""
     real = real_tokens(batch.inputs, read.part.tensor)
     if real is None:
         return None
@@ -69,8 +69,8 @@ def pixel_samples(read: Read, source: Tensor, axis: int, labels: Tensor) -> tupl
         if len(maps) != len(labels) or maps[0].numel() != height * width * maps.shape[-1]:
             raise FairprunerError(
                 f"Space {read.space.name!r} cannot be compared pixel by pixel: {read.part.tensor} reads"
-                f" {list(source.shape)}, which is no map like the labels {list(labels.shape)}. Use a removal"
-                " signal that needs no classes, for example removal='activation'."
+                f" {list(source.shape)}, which is not a map like the labels {list(labels.shape)}. Use a"
+                " removal signal that needs no classes, for example removal='activation'."
             )
         maps = maps.reshape(len(maps), height, width, -1)
     rows, columns = (
@@ -94,7 +94,7 @@ def samples_of_rows(
 ) -> tuple[Tensor, Tensor]:
     """The sample of every row that an expert of a list read, and whether the row counts, [rows] each.
 
-    A row counts if its token is no padding and was sent to the expert with a weight other than 0.
+    A row counts if its token is not padding and was sent to the expert with a weight other than 0.
     """
     assert read.expert is not None
     path, number = read.expert

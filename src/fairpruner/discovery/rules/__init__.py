@@ -1,4 +1,4 @@
-"""What each operation does to shadows: a table from operation to rule. A new operation is a new entry."""
+"""The table from operations to their rules for shadows; to support an operation, add an entry."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from fairpruner.discovery.rules.moving import (
     to_real,
     unchanged,
 )
-from fairpruner.discovery.rules.operation import Operation, Rule, fresh, unknown
+from fairpruner.discovery.rules.operation import Operation, Rule, fresh, no_rule
 from fairpruner.models.torch_private import is_in_place, operation_name
 
 __all__ = ["FOLLOW_BUFFERS", "Operation", "rule_for"]
@@ -91,19 +91,19 @@ _GROUPS: dict[Rule, str] = {
 }
 # Rules that also apply where only buffers meet: what they compute may meet units later.
 FOLLOW_BUFFERS = (movement, unchanged, elementwise)
-RULES: dict[str, Rule] = {name: rule for rule, names in _GROUPS.items() for name in names.split()}
+OPERATION_RULES: dict[str, Rule] = {name: rule for rule, names in _GROUPS.items() for name in names.split()}
 
 
 @cache
 def rule_for(func: Any) -> Rule:
-    """The rule of an operation: by name, else by what torch says of it, else `unknown`."""
+    """The rule of an operation: by its name, else by its tags in torch, else `no_rule`."""
     name = operation_name(func)
     plain = name.removesuffix("_") if is_in_place(func) else name  # relu_ is relu
-    if plain in RULES:
-        return RULES[plain]
+    if plain in OPERATION_RULES:
+        return OPERATION_RULES[plain]
     if func.is_view:
         return movement
     forms = getattr(torch.ops.aten, plain, func.overloadpacket)
     if any(torch.Tag.pointwise in getattr(forms, overload).tags for overload in forms.overloads()):
         return elementwise
-    return unknown
+    return no_rule

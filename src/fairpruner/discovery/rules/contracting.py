@@ -62,9 +62,7 @@ def matmul(first: int) -> Rule:
 def _apply_weight(
     op: Operation, x: Sequence[IdMap], w: Sequence[IdMap], shape: tuple[int, int, int, int]
 ) -> tuple[IdMaps, IdMaps]:
-    """Sum over k of x[batch, n, k, 1] * w[batch, 1, k, m]. The sum ties nothing along k: any of its terms
-    can be removed.
-    """
+    """Sum over k of x[batch, n, k, 1] * w[batch, 1, k, m]; each term of this sum can be removed alone."""
     algebra = op.algebra
     batch, n, k, m = shape
     readers = [idmap for idmap in w if extent(idmap)[2]]
@@ -89,7 +87,7 @@ def _apply_weight(
 def _multiply(
     op: Operation, a: Sequence[IdMap], b: Sequence[IdMap], shape: tuple[int, int, int]
 ) -> tuple[IdMaps, IdMaps]:
-    """The same sum of two activations: all that is summed becomes one unit, a head."""
+    """The same sum of two activations: all elements that are summed become one unit, a head."""
     batch, n, m = shape
     left, right = (Shadow(op.algebra.reduce_all(side, (2,))) for side in (a, b))
     result = op.algebra.combine(left, right, (batch, n, 1, m))
@@ -99,7 +97,7 @@ def _multiply(
 
 
 def convolution(op: Operation) -> IdMaps:
-    """The weight's input side reads channels and its output side writes them; groups stay equally large."""
+    """The weight's input side reads channels and its output side writes them; groups stay of equal size."""
     x, weight, bias, transposed, groups = (op.args[i] for i in (0, 1, 2, 6, 8))
     channels, in_dim = x.shape[1], 0 if transposed else 1
     seen = op.algebra.single(op.shadow(x, buffers=True).maps, 1, channels)

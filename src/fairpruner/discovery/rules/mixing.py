@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fairpruner.discovery.rules.moving import is_whole
-from fairpruner.discovery.rules.operation import Operation, Rule, unknown
+from fairpruner.discovery.rules.operation import Operation, Rule, no_rule
 from fairpruner.discovery.shadow import Shadow, extent
 from fairpruner.models.torch_private import is_in_place
 
@@ -31,8 +31,9 @@ def _settle(op: Operation, operands: Sequence[Shadow]) -> None:
 
 
 def gathered(op: Operation) -> None:
-    """index_add, scatter_add, scatter_reduce, and index_put of rows: rows of the source are added or written
-    to rows of the target, as the messages of a graph's nodes or the outputs of experts are.
+    """index_add, scatter_add, scatter_reduce, and index_put: rows of a source are added to rows of a target.
+
+    Graph networks add the messages of nodes in this way, and blocks of experts their outputs.
     """
     target = op.args[0]
     by_rows = op.name.startswith("index_put")
@@ -45,7 +46,7 @@ def gathered(op: Operation) -> None:
         and (not by_rows or len(op.args[1]) == 1)
     )
     if not plain or any(extent(idmap)[dim] for idmap in rows):
-        return unknown(op)
+        return no_rule(op)
     if source.shape[dim]:
         spread = tuple(idmap.narrow(dim, 0, 1).expand(target.shape) for idmap in rows)
         op.put(op.algebra.combine(op.shadow(target), Shadow(spread), target.shape))
@@ -53,7 +54,7 @@ def gathered(op: Operation) -> None:
 
 
 def sampled(op: Operation) -> None:
-    """grid_sample, roi_align: the channels of an image at places that other numbers choose."""
+    """grid_sample, roi_align: the channels of an image at positions that another tensor gives."""
     image, places = op.args[:2]
     op.algebra.lock(op.shadow(places), f"chooses places in {op.name}")
     shadow = op.shadow(image)
@@ -69,8 +70,9 @@ def glu(op: Operation) -> None:
 
 
 def reduction(dims_at: int, *, keeps_shape: bool = False) -> Rule:
-    """sum, mean, softmax, …: ids that are mixed become one class; `dims_at` is the argument that names the
-    dimensions.
+    """sum, mean, softmax, …: ids that are mixed become one class.
+
+    `dims_at` is the position of the argument that names the dimensions.
     """
 
     def rule(op: Operation) -> None:
@@ -114,8 +116,9 @@ def batch_norm(op: Operation) -> None:
 
 
 def layer_norm(op: Operation) -> None:
-    """Mixes the normalised dimensions. Inside one head they belong to one unit anyway; over the whole width
-    they leave nothing to remove.
+    """Mixes the normalised dimensions.
+
+    Inside one head they belong to one unit anyway. Over the whole width, no single channel can be removed.
     """
     x, shape = op.args[:2]
     op.algebra.reduce_all(op.shadow(x).maps, range(x.ndim - len(shape), x.ndim))

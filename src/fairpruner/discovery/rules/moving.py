@@ -10,7 +10,7 @@ import torch
 
 from fairpruner.discovery.failing import OUT_OF_MEMORY
 from fairpruner.discovery.ids import NONE, Usage
-from fairpruner.discovery.rules.operation import Operation, unknown
+from fairpruner.discovery.rules.operation import Operation, no_rule
 from fairpruner.discovery.shadow import IdMap, Shadow, extent
 from fairpruner.models.torch_private import base_of, is_in_place, tree_map_only
 
@@ -21,8 +21,8 @@ def movement(op: Operation) -> None:
     buffer = not any(s.maps for s in shadows)
     weight = all(s.weight or not s.maps for s in shadows)
     if buffer or op.name == "cat":
-        # What a buffer or zeros are joined to decides what they are: a part of a weight, as the zero bias
-        # of keys in a fused qkv, or of an activation, as the initial state of a recurrence.
+        # A buffer or zeros become a part of what they are joined to: of a weight (the zero bias of keys in a
+        # fused qkv) or of an activation (the initial state of a recurrence).
         dim = None if weight else op.option(1, "dim", 0)
         shadows = [
             s if s.maps else _along(op.shadow(t, buffers=True), dim)
@@ -35,14 +35,14 @@ def movement(op: Operation) -> None:
             for k in range(depth)
         ]
     except (RuntimeError, NotImplementedError, TypeError) as error:
-        # The operation does not take integers, or wants other strides.
+        # The operation does not take integers, or needs other strides.
         if any(words in str(error) for words in OUT_OF_MEMORY):
             raise
-        return unknown(op)
+        return no_rule(op)
     if any(
         result.shape != idmap.shape for maps in moved for result, idmap in zip(op.results, maps, strict=True)
     ):
-        return unknown(op)
+        return no_rule(op)
     for position, result in enumerate(op.results):
         maps_of_result = tuple(maps[position] for maps in moved)
         op.recorder.put(result, Shadow(maps_of_result, weight, buffer))
@@ -108,8 +108,10 @@ def unchanged(op: Operation) -> None:
 
 
 def copied(op: Operation) -> None:
-    """copy_: the target takes the shadow of the source. If it is a slice of a tensor along dimensions that
-    hold no units, so does the whole tensor; along others, just that part of it.
+    """copy_: the target takes the shadow of the source.
+
+    If the target is a slice of a tensor along dimensions without units, the whole tensor takes it. Along
+    other dimensions, only that part of the tensor takes it.
     """
     target, source = op.args[:2]
     maps = [idmap.expand(target.shape) for idmap in op.shadow(source).maps]
@@ -117,7 +119,7 @@ def copied(op: Operation) -> None:
         return op.put(maps, result=target)
     base = base_of(target)
     if base is target or base.ndim != target.ndim:
-        return unknown(op)
+        return no_rule(op)
     sliced = [d for d in range(base.ndim) if base.shape[d] != target.shape[d]]
     if any(extent(idmap)[d] for idmap in maps for d in sliced):
         return _written_into(op, base, maps)
@@ -130,13 +132,11 @@ def copied(op: Operation) -> None:
 
 
 def _written_into(op: Operation, base: torch.Tensor, maps: Sequence[IdMap]) -> None:
-    """Units written into a part of a tensor, as of a concatenation in place: the same part of its map holds
-    their ids.
-    """
+    """Units written into a part of a tensor, such as a concatenation in place: this part gets their ids."""
     target = op.args[0]
     held = op.shadow(base).maps
     if len(maps) != 1 or len(held) > 1 or not (is_whole(base) and base.is_contiguous()):
-        return unknown(op)
+        return no_rule(op)
     whole = held[0].clone(memory_format=torch.contiguous_format) if held else torch.full(base.shape, NONE)
     whole.as_strided(target.shape, target.stride(), target.storage_offset()).copy_(maps[0])
     op.put([whole], result=base)
@@ -159,7 +159,7 @@ def restrided(op: Operation) -> None:
     """as_strided, as pooling uses it: only the strides of dimensions of length one change."""
     plain = torch.empty(op.result.shape, device="meta").stride()
     same = all(n == 1 or a == b for n, a, b in zip(op.result.shape, op.result.stride(), plain, strict=True))
-    return None if is_in_place(op.func) and same else unknown(op)
+    return None if is_in_place(op.func) and same else no_rule(op)
 
 
 def embedding(op: Operation) -> None:

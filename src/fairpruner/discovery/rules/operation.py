@@ -87,12 +87,10 @@ class Operation:
 Rule = Callable[[Operation], "tuple[IdMap, ...] | None"]
 
 
-def unknown(op: Operation) -> None:
+def no_rule(op: Operation) -> None:
     """An operation without a rule: nothing that enters it can be removed."""
     op.lock(f"passes through {op.name}, which fairpruner has no rule for")
 
 
 def fresh(op: Operation) -> None:
-    """A new constant that takes only its shape from a tensor, or a number read from one: it holds no
-    unit.
-    """
+    """A constant that only has the shape of a tensor, or a number read from one: it holds no units."""

@@ -1,4 +1,4 @@
-"""Observing routed experts: which token went to which expert, with what router weight, and what it gave.
+"""Observing routed experts: which token was sent to which expert, with what router weight, and the output.
 
 Blocks call their experts in three ways: transformers' fused experts, fused experts that see all tokens, and
 lists of modules. Each way has an observer of its own, and all of them report the same `RouterOutput`.

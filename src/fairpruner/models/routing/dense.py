@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, has_torch_function
+from torch.overrides import has_torch_function
 
 from fairpruner.models.experts import ExpertBlock
 from fairpruner.models.observing import consumed
@@ -21,9 +21,10 @@ from fairpruner.models.routing.outputs import (
     new_gate,
     norms,
 )
+from fairpruner.models.torch_calls import TorchCalls
 
 
-class DenseExperts(TorchFunctionMode):
+class DenseExperts(TorchCalls):
     """Observes experts that compute batched products of all tokens, [E * T, H].
 
     The router has multiplied these inputs by its weights before.
@@ -41,15 +42,9 @@ class DenseExperts(TorchFunctionMode):
         stack.callback(experts.register_forward_pre_hook(self._enter).remove)
         stack.callback(experts.register_forward_hook(self._leave).remove)
 
-    def __torch_function__(
-        self,
-        function: Callable[..., Any],
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if function is not torch.bmm or id(args[1]) not in self._weights:
-            return function(*args, **(kwargs or {}))
+            return function(*args, **kwargs)
         rows, weight = args
         if has_torch_function((rows,)):
             in_token_order = rows.transpose(0, 1).flatten(0, 1)  # [T * E, I]

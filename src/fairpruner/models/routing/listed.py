@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from fairpruner.models.calling import tensors_of
 from fairpruner.models.experts import ExpertBlock
@@ -29,12 +28,13 @@ from fairpruner.models.routing.outputs import (
     norms,
 )
 from fairpruner.models.routing.weighted_sums import trace_rows
+from fairpruner.models.torch_calls import TorchCalls
 
 # Modules whose outputs are linear in all their parameters together, so that a gate follows them exactly.
 LINEAR = (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Conv1d)
 
 
-class RecentTensors(TorchFunctionMode):
+class RecentTensors(TorchCalls):
     """Keeps the tensors that were computed since the last call of an expert, until its block ends."""
 
     def __init__(self) -> None:
@@ -50,14 +50,8 @@ class RecentTensors(TorchFunctionMode):
         found, self._tensors = self._tensors or {}, None
         return reversed(found.values())
 
-    def __torch_function__(
-        self,
-        function: Callable[..., Any],
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        result = function(*args, **(kwargs or {}))
+    def call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        result = function(*args, **kwargs)
         if self._tensors is not None:
             met = (tensor for tensor in tensors_of((args, result)) if tensor.requires_grad)
             self._tensors.update({id(tensor): tensor for tensor in met})

@@ -1,4 +1,4 @@
-"""The plans worth trying for a budget: signals, rules, and which spaces stay whole."""
+"""The plans that a search tries for a budget: combinations of signals, rules and spaces."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from fairpruner.core.spaces import Spaces
 from fairpruner.core.units import Kind, UnitSpace
 from fairpruner.errors import FairprunerError
 
-RULES = ("global", "tod", "uniform")  # the one that was best most often first
-STREAM = 3  # a space that so many weights read is a residual stream, or a concatenation that grows
-MOST_PAIRS = 2**27  # pairs of units in all spaces, up to which `reconstruction` is cheap enough
+SEARCHED_RULES = ("global", "tod", "uniform")  # in our benchmarks, `global` was the best most often
+STREAM = 3  # a space that this many weights read is a residual stream, or a growing concatenation
+MOST_PAIRS = 2**27  # with more pairs of units in all spaces, `reconstruction` is too expensive
 
 Removal = Mapping[Kind, str]  # kind -> signal
 
@@ -37,7 +37,7 @@ class Candidate:
 
 
 def useful_removals(spaces: Spaces, *, classes: bool) -> list[Removal]:
-    """The removal signals to score, the best known first; `classes` says whether samples have them."""
+    """The removal signals to score, the most promising first; `classes`: whether samples have classes."""
     kinds: list[Kind] = list(dict.fromkeys(space.kind for space in spaces))
     few = sum(space.size**2 for space in spaces if space.kind != "expert") <= MOST_PAIRS
     second = "wasserstein" if classes else "surgeon" if few else "activation"
@@ -58,9 +58,9 @@ def _signal_of(kind: Kind, other: str, expert: str) -> str:
 
 
 def make_candidates(
-    scores: Scores, keep: Budget, rules: Sequence[str] = RULES, **limits: Any
+    scores: Scores, keep: Budget, rules: Sequence[str] = SEARCHED_RULES, **limits: Any
 ) -> list[Candidate]:
-    """Every plan that differs from the others, the most promising first; `limits` go to `allocate`."""
+    """All distinct plans, the most promising first; `limits` are keyword arguments of `allocate`."""
     found: dict[tuple[tuple[int, ...], ...], Candidate] = {}
     failures: list[FairprunerError] = []
     for name, narrowed in _variants(scores):
@@ -74,14 +74,14 @@ def make_candidates(
                     failures.append(failure)
                     continue
                 key = tuple(tuple(sorted(plan.removed.get(space, ()))) for space in scores.spaces.names)
-                found.setdefault(key, Candidate(removal, rule, name, _widened(plan, scores.spaces)))
+                found.setdefault(key, Candidate(removal, rule, name, _over_all_spaces(plan, scores.spaces)))
     if not found:
-        raise failures[-1]  # of the variant with all spaces
+        raise failures[-1]  # the last variant has all spaces
     return list(found.values())
 
 
 def _variants(scores: Scores) -> Iterator[tuple[str, Scores]]:
-    """Which spaces may lose units: not the streams, one kind alone, all."""
+    """The sets of spaces that may lose units: all but the streams, each kind alone, and all."""
     streams = [space.name for space in scores.spaces if is_stream(space)]
     kinds = list(dict.fromkeys(space.kind for space in scores.spaces))
     if 0 < len(streams) < len(scores.spaces):
@@ -93,20 +93,23 @@ def _variants(scores: Scores) -> Iterator[tuple[str, Scores]]:
 
 
 def is_stream(space: UnitSpace) -> bool:
-    """Whether many weights read the space, as they do a residual stream."""
+    """Whether many weights read the space, as with a residual stream."""
     return space.kind == "channel" and len({part.tensor for part in space.slices_of("read")}) >= STREAM
 
 
 def _narrowed(keep: Budget, narrowed: Scores, scores: Scores) -> Budget:
-    """The budget for some of the spaces; only units are counted in the spaces, all else in the model."""
+    """The same budget for some of the spaces.
+
+    A budget of units counts only the units of these spaces; all other metrics count the whole model.
+    """
     if keep.metric != "units" or narrowed is scores:
         return keep
     total, inside = (sum(space.size for space in some.spaces) for some in (scores, narrowed))
     return Budget("units", max(1, round(keep.target(total)) - (total - inside)))
 
 
-def _widened(plan: Plan, spaces: Spaces) -> Plan:
-    """The plan over all spaces, of which some stay whole."""
+def _over_all_spaces(plan: Plan, spaces: Spaces) -> Plan:
+    """The same plan over all spaces; it removes nothing from the added ones."""
     removed = {name: plan.removed.get(name, ()) for name in spaces.names}
     predicted = {**plan.predicted, **predict(spaces, removed)}
     return replace(

@@ -1,7 +1,9 @@
-"""Cut, repair and judge candidates within an effort, and keep the one nearest to the original.
+"""Cut, repair and compare candidates within an effort, and choose the one nearest to the original.
 
-Candidates are screened by a cheap repair first, and the best of them by a repair on few samples. What is then
-best is repaired on all samples that do not judge, and tuned by gradient steps with the effort that is left.
+1. All candidates get a cheap repair from sums. The best of them go to step 2.
+2. They are repaired on a part of the samples. The best of them go to step 3.
+3. They are repaired on all samples except those that judge. The best one is chosen.
+4. Gradient steps improve it further, as far as the effort allows.
 """
 
 from __future__ import annotations
@@ -34,46 +36,48 @@ from fairpruner.terminal import announce
 
 EFFORT = 60  # forward passes of the original over the calibration data
 PREPARING = 5  # passes that discovery and the scores took: forward, backward and the signals
-SEMIFINALISTS, FEW = 6, SHARES // 4  # candidates, at most, and the shares of the samples they are repaired on
-FINALISTS = 2  # at most
-NEAR = 1.1  # times the least distance: those farther away are not worth a whole repair
-PASSES = {"sequential": 4.5}  # that a repair costs; one for any other method
-SOLVING = 1  # of these passes, whatever the number of samples
-JUDGING = 1 - FITTING  # passes: the cut model runs over the other samples; the original did so once
-MOST_EPOCHS = 60  # of tuning; more changed nothing
-LEAST_TUNING = 5  # passes below which it does not begin
-TUNING = 3.6  # forward passes of the cut model that cost as much as an epoch: backward, errors and steps
-TARGETS = 1.4 * FITTING  # passes: the original runs once more, and what its blocks give is held
+SEMIFINALISTS, FEW = 6, SHARES // 4  # most candidates of step 2, and the shares of the samples they see
+FINALISTS = 2  # most candidates of step 3
+NEAR = 1.1  # candidates of step 3 are at most this many times as far from the original as the best one
+PASSES = {"sequential": 4.5}  # the cost of a repair in forward passes; 1 for any other method
+SOLVING = 1  # the part of these passes that does not depend on the number of samples
+JUDGING = 1 - FITTING  # passes: the cut model runs over the judging samples; the original ran once before
+MOST_EPOCHS = 60  # of gradient steps; more did not help
+LEAST_TUNING = 5  # with fewer passes left, no gradient steps are taken
+TUNING = 3.6  # an epoch of gradient steps costs this many forward passes of the cut model
+TARGETS = 1.4 * FITTING  # passes: the original runs once more, and the outputs of its blocks are kept
 
 
 @dataclass(frozen=True, eq=False)
 class Search:
-    """What a search may spend, and how it repairs: by default as suits the plan."""
+    """The budget and the effort of a search, and its repair methods; None: those that suit each plan."""
 
     keep: Budget
     effort: int = EFFORT
     repair: Sequence[str] | None = None
     loss: Loss | None = None
-    task: Task | None = None  # which tells whether the outputs are logits
+    task: Task | None = None  # determines whether the outputs are logits
 
     def methods(self, plan: Plan) -> tuple[str, ...]:
-        """The repair of a plan's cut."""
+        """The repair methods for a plan."""
         if self.repair is not None:
             return tuple(self.repair)
         kinds = {space.kind for space in plan.spaces if plan.removed[space.name]}
         return (*(["sequential"] if kinds - {"expert"} else []), *(["experts"] if "expert" in kinds else []))
 
     def passes(self, plan: Plan, shares: int = SHARES) -> float:
-        """Forward passes that it costs to repair a cut on these shares of the samples, and to judge it."""
+        """The cost, in forward passes, of repairing a cut on these shares of the samples and judging it."""
         blocks = sum(space.kind == "expert" and bool(plan.removed[space.name]) for space in plan.spaces)
-        costs = {**PASSES, "experts": 2 + blocks, "merge": 2 + blocks}  # they sweep once for each block
+        costs = {**PASSES, "experts": 2 + blocks, "merge": 2 + blocks}  # one pass for each block
         whole = sum(costs.get(method, 1) for method in self.methods(plan))
         fixed = min(SOLVING, whole)
         return FITTING * (fixed + (whole - fixed) * shares / SHARES) + JUDGING
 
     def epoch(self, plan: Plan, held: float) -> float:
-        """Forward passes that an epoch of tuning costs, with one of the original where its activations are
-        not held. Narrow layers are less efficient: time falls as the root of the FLOPs.
+        """The cost of an epoch of gradient steps, in forward passes.
+
+        It is TUNING forward passes of the cut model, and one of the original on samples whose activations are
+        not held in memory. The time falls as the root of the FLOPs, because narrow layers are less efficient.
         """
         return FITTING * (1 - held + TUNING * math.sqrt(plan.share("flops")))
 
@@ -86,7 +90,7 @@ def choose(
 ) -> tuple[nn.Module, Plan]:
     """The repaired cut of the candidate nearest to the original on samples that no repair saw, and its plan.
 
-    The plan's `tried` tells of all that were compared.
+    `plan.tried` lists all candidates that were compared.
     """
     fitting, judging = split(data, model)
     bench = _Bench(model, fitting, Judge(model, judging, task=search.task), search)
@@ -95,14 +99,14 @@ def choose(
     if search.repair is None and bench.left >= LEAST_TUNING and not narrow_types(bench.best.small):
         bench.tune_best()
     plan, small = replace(bench.best.candidate.plan, tried=bench.table()), bench.best.small
-    if search.repair:  # no gradient step could overfit, so that no sample need stay unseen
+    if search.repair:  # without gradient steps nothing can overfit, so the repair may see all samples
         small = repair(cut(model, plan), model, plan, data, method=search.repair, loss=search.loss)
     return small, plan
 
 
 @dataclass(eq=False)
-class _Repaired:
-    """A candidate's cut, repaired."""
+class _RepairedCut:
+    """The repaired cut of a candidate."""
 
     candidate: Candidate
     small: nn.Module
@@ -112,14 +116,14 @@ class _Repaired:
 
 @dataclass(eq=False)
 class _Bench:
-    """The original, the samples to repair on, who judges, and what was tried and spent so far."""
+    """The state of a search: the original, the samples, the judge, the trials and the effort spent so far."""
 
     model: nn.Module
     fitting: SampleSet
     judge: Judge
     search: Search
     spent: float = PREPARING
-    whole: list[_Repaired] = field(default_factory=list)  # repaired on all samples: the best so far, or none
+    whole: list[_RepairedCut] = field(default_factory=list)  # the best of step 3 so far, or empty
     trials: list[Trial] = field(default_factory=list)
 
     @property
@@ -127,14 +131,12 @@ class _Bench:
         return self.search.effort - self.spent
 
     @property
-    def best(self) -> _Repaired:
+    def best(self) -> _RepairedCut:
         (best,) = self.whole
         return best
 
     def screened(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """The candidates that are worth a whole repair, the best first; each step may take a third of the
-        passes that are left.
-        """
+        """The candidates of step 3, the best first; steps 1 and 2 may each use a third of the passes left."""
         if self.search.repair is None and can_screen(candidates):
             candidates = self._from_sums(candidates, self.left / 3)[:SEMIFINALISTS]
             shares = [FEW]
@@ -146,26 +148,29 @@ class _Bench:
         return near[: max(1, min(FINALISTS, int(self.left / 3 / cost)))]
 
     def _from_sums(self, candidates: Sequence[Candidate], passes: float) -> Sequence[Candidate]:
-        """As many candidates as these passes allow, the best after a repair from sums first."""
+        """Step 1: as many candidates as these passes allow, sorted by their distance after this repair."""
         tried = candidates[: max(1, int((passes - GATHERING) / EACH))]
         if len(tried) == 1:
             return tried
-        self._say("sums of the original")
+        self._announce("sums of the original")
         screen = Screen(self.model, tried[0].plan.spaces, self.fitting)
         self.spent += GATHERING
         distances = {}
         for candidate in tried:
-            self._say(f"{candidate.name}, repaired from sums")
+            self._announce(f"{candidate.name}, repaired from sums")
             small = screen.repaired(candidate.plan)
             self.spent += EACH
-            distances[candidate.name] = self._judge(_Repaired(candidate, small, screen.method), self.fitting)
-        return sorted(tried, key=lambda candidate: distances[candidate.name])  # of equals the more promising
+            distances[candidate.name] = self._judge(
+                _RepairedCut(candidate, small, screen.method), self.fitting
+            )
+        return sorted(tried, key=lambda candidate: distances[candidate.name])  # stable: promising ones first
 
     def _on_few_samples(
         self, candidates: Sequence[Candidate], shares: Sequence[int], passes: float
     ) -> list[tuple[Candidate, float]]:
-        """As many candidates as these passes allow, and their distances, the least first, after a repair on
-        the first of these shares of the samples that is affordable for all.
+        """Step 2: as many candidates as these passes allow, sorted by their distances after this repair.
+
+        Each is repaired on the first of `shares` that is affordable for all.
         """
         if len(candidates) == 1:
             return [(candidates[0], 0.0)]
@@ -180,19 +185,19 @@ class _Bench:
         return sorted(((c, self.repair(c, few)) for c in tried), key=lambda pair: pair[1])
 
     def repair(self, candidate: Candidate, shares: int) -> float:
-        """Repair a candidate's cut on so many shares of the samples: its distance."""
-        self._say(f"{candidate.name}, repaired on {shares}/{SHARES} of the samples")
+        """Repair a candidate's cut on this many shares of the samples, and return its distance."""
+        self._announce(f"{candidate.name}, repaired on {shares}/{SHARES} of the samples")
         methods, plan = self.search.methods(candidate.plan), candidate.plan
         small, part = cut(self.model, plan), self.fitting if shares == SHARES else self.fitting.share(shares)
         if methods:
             small = repair(small, self.model, plan, part, method=methods, loss=self.search.loss)
         self.spent += self.search.passes(plan, shares)
-        return self._judge(_Repaired(candidate, small, "+".join(methods) or "none"), part)
+        return self._judge(_RepairedCut(candidate, small, "+".join(methods) or "none"), part)
 
     def tune_best(self) -> None:
-        """Take gradient steps from the best, for as many epochs as the effort allows."""
+        """Take gradient steps from the best cut, for as many epochs as the effort allows."""
         one = self.best
-        self._say(f"{one.candidate.name}, the original's activations")
+        self._announce(f"{one.candidate.name}, the original's activations")
         small = copy.deepcopy(one.small).eval()  # not `evaluating`, which would undo the steps
         device = device_of_model(self.model)
 
@@ -204,25 +209,25 @@ class _Bench:
             self.spent += TARGETS + JUDGING
             epoch = self.search.epoch(one.candidate.plan, targets.held)
             epochs = max(1, min(MOST_EPOCHS, int(self.left / epoch)))
-            self._say(f"{one.candidate.name}, {epochs} epochs of gradient steps")
+            self._announce(f"{one.candidate.name}, {epochs} epochs of gradient steps")
             notes = tune(small, targets, read, epochs=epochs)
         self.spent += epochs * epoch
         for before, module in zip(one.small.modules(), small.modules(), strict=True):
             module.training = before.training
         if any(note.outcome == "repaired" for note in notes):
-            self._judge(_Repaired(one.candidate, small, f"{one.method}+tune"), self.fitting)
+            self._judge(_RepairedCut(one.candidate, small, f"{one.method}+tune"), self.fitting)
 
     def table(self) -> tuple[Trial, ...]:
-        """All trials, those on most samples first, the chosen one marked."""
+        """All trials, those on the most samples first; the chosen one is marked."""
         lines = sorted(self.trials, key=lambda t: (-t.samples, t.distance))
         chosen = next(n for n, trial in enumerate(lines) if trial.distance == self.best.distance)
         return tuple(replace(trial, chosen=n == chosen) for n, trial in enumerate(lines))
 
-    def _say(self, step: str) -> None:
+    def _announce(self, step: str) -> None:
         announce(f"search, {self.spent:.0f} of {self.search.effort} passes: {step}")
 
-    def _judge(self, one: _Repaired, part: SampleSet) -> float:
-        """The distance of a cut repaired on these samples; the best of those on all samples is kept."""
+    def _judge(self, one: _RepairedCut, part: SampleSet) -> float:
+        """The distance of a cut that was repaired on `part`; the best one on all samples is kept."""
         one.distance, candidate = self.judge.distance(one.small), one.candidate
         kept = candidate.plan.share(self.search.keep.counted_in)
         made = candidate.removal, candidate.rule, candidate.spaces

@@ -1,4 +1,4 @@
-"""How far a smaller model's outputs lie from the original's; labels are not looked at."""
+"""The distance of a smaller model's outputs from the original's; labels are not used."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fairpruner.models.calling import evaluating, tensors_of
 from fairpruner.models.devices import device_of_model
 from fairpruner.scoring.objective import own_logits
 
-MOST_HELD = 2**24  # numbers of the original's outputs that are kept, so that it need not run again
+MOST_HELD = 2**24  # numbers of the original's outputs that are kept in memory, so that it runs only once
 
 
 class Judge:
@@ -29,16 +29,17 @@ class Judge:
     """
 
     def __init__(self, model: nn.Module, data: Iterable[Any], *, task: Task | None) -> None:
-        """`task` tells which outputs are logits; None: none are known to be."""
+        """`task` determines which outputs are logits; with None, no output is known to be logits."""
         self._model, self._data, self._device = model, data, device_of_model(model)
         self._task = task
         self._held: dict[int, Tensor] = {}  # batch -> the original's outputs
         self._room = MOST_HELD
 
     def distance(self, small: nn.Module) -> float:
-        """The mean KL divergence of the original's predictions from the smaller model's, over samples or
-        tokens; where no output is known to be logits, the squared error of all outputs as a share of the
-        original's power.
+        """The mean over samples or tokens of the KL divergence between the predictions of both models.
+
+        If no output is known to be logits: the squared error of all outputs, divided by the sum of the
+        original's squared outputs.
         """
         total, weight = 0.0, 0.0
         with torch.inference_mode(False), torch.no_grad(), evaluating(self._model), evaluating(small):
@@ -49,9 +50,7 @@ class Judge:
         return mean if math.isfinite(mean) else math.inf
 
     def _outputs(self, output: Any, batch: Batch) -> Tensor:
-        """The logarithms of the probabilities of every sample, pixel or real token, [rows, classes]; of
-        other outputs all numbers, [n].
-        """
+        """Log-probabilities of all samples, pixels or real tokens, [rows, classes]; else all numbers, [n]."""
         logits = _class_logits(output, self._task)
         if logits is None:
             return torch.cat([t.double().flatten() for t in tensors_of(output) if t.is_floating_point()])
@@ -60,7 +59,7 @@ class Judge:
         return rows[counted].double().log_softmax(1)
 
     def _wanted(self, batch: Batch) -> Tensor:
-        """The original's outputs, from memory if they are there."""
+        """The original's outputs, computed once if there is room to keep them."""
         wanted = self._held.get(batch.position)
         if wanted is None:
             wanted = self._outputs(forward(self._model, batch), batch)
@@ -71,7 +70,7 @@ class Judge:
 
 
 def _class_logits(output: Any, task: Task | None) -> Tensor | None:
-    """The logits of an output, [..., classes]; None for boxes, regression and what cannot be told."""
+    """The logits of an output, [..., classes]; None for boxes, regression and outputs of unknown meaning."""
     if task in ("classification", "language"):
         return logits_of(output)
     if task == "segmentation":
@@ -81,10 +80,11 @@ def _class_logits(output: Any, task: Task | None) -> Tensor | None:
 
 
 def _compared(given: Tensor, wanted: Tensor) -> tuple[float, float]:
-    """The error of one batch, and what to divide its sum by.
+    """The error of one batch, and its weight: sums of errors are divided by sums of weights.
 
-    For logarithms of probabilities, [rows, classes], KL and the number of rows; for other numbers, [n], the
-    squared error and the original's squares. Boxes can differ in number, and are then infinitely far.
+    For log-probabilities [rows, classes]: the KL divergence, and the number of rows. For other outputs [n]:
+    the squared error, and the sum of the original's squares. If two detectors return different numbers of
+    boxes, the error is infinite.
     """
     if given.shape != wanted.shape:
         return math.inf, 1.0

@@ -1,4 +1,4 @@
-"""Calibration data in two parts: samples that repairs look at, and samples that only judge them."""
+"""Calibration data in two parts: samples that repairs use, and samples that judge the repaired models."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from fairpruner.inputs.batches import Batch, read_batches
 from fairpruner.models.devices import device_of_model
 
 JUDGED = 5  # every fifth sample judges
-SHARES = 8  # the other samples are dealt into this many equal shares
+SHARES = 8  # the other samples are divided into this many equal shares
 
 
 @dataclass(frozen=True, eq=False)
 class SampleSet:
-    """Some samples of the data, the same ones each time it is read."""
+    """Some samples of the data, the same ones in each pass."""
 
     data: Iterable[Any]
-    model: nn.Module  # which shows how many of a batch's tensors are inputs
-    total: int  # samples of the data
+    model: nn.Module  # its signature shows how many of a batch's tensors are inputs
+    total: int  # the number of samples of the data
     judging: bool
-    shares: int = SHARES  # of the samples that do not judge
+    shares: int = SHARES  # how many shares of the samples that do not judge
 
     def __len__(self) -> int:
         return len(self.data)  # type: ignore[arg-type]  # a loader of unknown length raises, as len does
@@ -41,12 +41,12 @@ class SampleSet:
                 yield part.inputs, part.labels
 
     def _holds(self, numbers: Tensor) -> Tensor:
-        """Which samples of these numbers, [n], belong to the part, bool [n]."""
+        """Whether the samples with these numbers, [n], belong to this set, bool [n]."""
         judging = numbers % JUDGED == JUDGED - 1
         return judging if self.judging else ~judging & (numbers // JUDGED % SHARES < self.shares)
 
     def share(self, shares: int) -> SampleSet:
-        """So many of its shares."""
+        """The first `shares` shares of this set."""
         return replace(self, shares=shares)
 
     @property
@@ -55,7 +55,7 @@ class SampleSet:
 
 
 def split(data: Iterable[Any], model: nn.Module) -> tuple[SampleSet, SampleSet]:
-    """The samples that repairs look at and those that judge; with fewer than JUDGED, all do both."""
+    """The samples that repairs use, and those that judge; with fewer than JUDGED samples, all are both."""
     ordered = _in_order(data)
     total = sum(batch.size for batch in _batches(ordered, model))
     fitting, judging = (SampleSet(ordered, model, total, judging) for judging in (False, True))
@@ -67,7 +67,7 @@ def _batches(data: Iterable[Any], model: nn.Module) -> Iterator[Batch]:
 
 
 def _in_order(data: Iterable[Any]) -> Iterable[Any]:
-    """The same data; a loader that shuffles is read in the order of its dataset, so that parts stay apart."""
+    """The same data, without shuffling: in each pass the same samples must belong to the same part."""
     if not (isinstance(data, DataLoader) and isinstance(data.sampler, RandomSampler)):
         return data
     return DataLoader(

@@ -1,4 +1,4 @@
-"""Repairing many plans cheaply: one pass of the original gathers the sums that repair any of them."""
+"""A cheap repair of many plans: one pass of the original model collects sums that serve every plan."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from fairpruner.repair.job import Job
 from fairpruner.surgery import cut
 
 NORMED = 2  # shares of the samples from which running statistics are estimated again
-MOST_PAIRS = 2**27  # pairs of channels whose sums are held
+MOST_PAIRS = 2**27  # pairs of channels whose sums are held in memory
 
-FITTING = (JUDGED - 1) / JUDGED  # share of the samples that repairs look at
-GATHERING = 1.5 * FITTING  # passes: the original runs once, and the sums
+FITTING = (JUDGED - 1) / JUDGED  # the share of the samples that repairs use
+GATHERING = 1.5 * FITTING  # passes: the original runs once, and sums are computed
 EACH = FITTING * NORMED / SHARES + 1 / JUDGED  # passes for each plan: the cut model runs on few samples
 
 
 def can_screen(candidates: Sequence[Candidate]) -> bool:
-    """Whether sums of the original repair all of these plans: no experts go, and the sums fit in memory."""
+    """Whether sums can repair all these plans: none removes experts, and the sums fit in memory."""
     plans = [candidate.plan for candidate in candidates]
     experts = any(s.kind == "expert" and plan.removed[s.name] for plan in plans for s in plan.spaces)
     readers = [part.owner.size for s in plans[0].spaces for part in s.slices_of("read")]
@@ -37,7 +37,7 @@ def can_screen(candidates: Sequence[Candidate]) -> bool:
 
 
 class Screen:
-    """Cuts and repairs plans of one model; none takes a pass over all samples."""
+    """Cuts and repairs any plan of one model without another pass over all samples."""
 
     def __init__(self, model: nn.Module, spaces: Spaces, fitting: SampleSet) -> None:
         self._model, self._few = model, fitting.share(NORMED)
@@ -49,7 +49,7 @@ class Screen:
         return "least_squares+batchnorm" if self._normed else "least_squares"
 
     def repaired(self, plan: Plan) -> nn.Module:
-        """The cut after `least_squares`, and `batchnorm` if there are any."""
+        """The cut, repaired by `least_squares`, and by `batchnorm` if the model has batch norms."""
         small, _ = self._statistics.repair(cut(self._model, plan), plan)
         if not self._normed:
             return small

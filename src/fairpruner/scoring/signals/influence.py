@@ -1,4 +1,4 @@
-"""The removal signal of residual blocks: how much a block changes the direction of its stream."""
+"""The removal signal `influence` of residual blocks: how much a block changes the direction of its stream."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class _ReconstructionAccumulator(Accumulator):
 
     def _begin(self) -> None:
         """Take the next group of spaces."""
-        self._moments = {space.name: Moments(space, self._parts) for space in self._groups[0]}
+        self._moments = {space.name: CovarianceSums(space, self._parts) for space in self._groups[0]}
 
     def see_activation(self, space: UnitSpace, activation: Tensor, labels: Tensor | None) -> None:
         if space.name in self._moments:
@@ -127,7 +127,7 @@ def _groups(spaces: Spaces, parts: int) -> list[list[UnitSpace]]:
     return groups
 
 
-class Moments:
+class CovarianceSums:
     """Sums of what consumers read and of its products, over all samples, or over the even and the odd ones.
 
     A unit with D features of its own, such as a head, fills D rows. The positions of a channel's map are

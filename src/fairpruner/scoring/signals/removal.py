@@ -38,7 +38,7 @@ def written(space: UnitSpace, model: nn.Module) -> Iterator[tuple[Tensor, Ints]]
     listed = {part: model.get_submodule(part.tensor) for part in space.slices if part.tensor not in tensors}
     for part, experts in listed.items():
         for same in zip(*(expert.parameters() for expert in experts.children()), strict=True):
-            if same[0].ndim > 1:  # biases are left out, as for units that are no experts
+            if same[0].ndim > 1:  # biases are left out, as for other units than experts
                 yield torch.stack([matrix.detach().flatten() for matrix in same]), part.owner
     parts = (*space.slices_of("write"), *space.slices_of("add"))
     if not parts and not listed:

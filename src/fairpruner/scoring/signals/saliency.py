@@ -1,4 +1,4 @@
-"""The removal signal of weights times gradients: what the loss would notice of a unit, weight by weight."""
+"""The removal signal `saliency`: the absolute products of weights and gradients, summed over each unit."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ from fairpruner.scoring.signals.base import (
     Result,
     Signal,
 )
-from fairpruner.scoring.signals.reconstruction import Moments, greedy_errors
+from fairpruner.scoring.signals.reconstruction import CovarianceSums, greedy_errors
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class _SurgeonAccumulator(Accumulator):
     def __init__(self, context: Context) -> None:
         self._context = context
         dense = [space for space in context.spaces if space.kind in DENSE]
-        self._read = {space.name: Moments(space, 1) for space in dense}
-        self._felt = {space.name: Moments(space, 1) for space in dense}
+        self._read = {space.name: CovarianceSums(space, 1) for space in dense}
+        self._felt = {space.name: CovarianceSums(space, 1) for space in dense}
         self._blocks = {s.name: torch.zeros(s.size, dtype=torch.float64) for s in context.spaces}
         self._samples = np.zeros(1)  # whose losses were summed
 
