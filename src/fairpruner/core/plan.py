@@ -108,7 +108,7 @@ class Plan:
 
     @staticmethod
     def from_json(content: Mapping[str, Any]) -> Plan:
-        """The plan that gave this `to_json`; its costs are predicted anew, not taken from the file."""
+        """The plan that gave this `to_json`; its costs are predicted again, not taken from the file."""
         spaces = Spaces.from_json(field(content, "spaces"))
         removed = {
             name: tuple(

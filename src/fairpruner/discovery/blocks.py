@@ -57,7 +57,7 @@ def block_space(
 
 
 def _blocks(graph: Graph, model: nn.Module) -> list[_Block]:
-    """Every residual block with weights of its own, in the order of the forward pass."""
+    """Every residual block that has weights, in the order of the forward pass."""
     times = Counter(call.path for call in graph.calls)
     found: list[_Block] = []
     for residual in graph.residuals():

@@ -65,9 +65,9 @@ def chosen_alike(chosen: UnitSpace, space: UnitSpace, model: nn.Module) -> UnitS
     flipped = {
         _place(space, c.count) for c in _free(space, model) if c.guessed != (_place(space, c.count) in places)
     }
-    alike = _with(space, model, flipped)
+    same = _with(space, model, flipped)
     narrow = tuple(c for c in _narrowed(space) if c.attribute in {count.attribute for count in chosen.counts})
-    return replace(alike, counts=(*alike.counts, *narrow))
+    return replace(same, counts=(*same.counts, *narrow))
 
 
 def _with(space: UnitSpace, model: nn.Module, flipped: Collection[Place]) -> UnitSpace:

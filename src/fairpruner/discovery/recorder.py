@@ -162,5 +162,5 @@ class Recorder:
 
 
 def flat(idmap: torch.Tensor) -> Ints:
-    """The ids of a map as a flat array of their own."""
+    """The ids of a map as a flat, contiguous array."""
     return np.ascontiguousarray(as_ids(idmap))

@@ -34,5 +34,5 @@ def indexed_names(index: Path) -> list[str]:
     names = sorted(set(places.values()))
     for name in names:
         if not name or Path(name).name != name or "\\" in name or "\0" in name:
-            raise FairprunerError(f"{index} names the file {name!r}, expected files of its own folder only.")
+            raise FairprunerError(f"{index} names the file {name!r}, expected only files of the same folder.")
     return names

@@ -131,7 +131,7 @@ def _build(source: str, pretrained: bool = False) -> nn.Module:
         return hugging_face.pretrained(name) if pretrained else hugging_face.architecture(name)
     if pretrained and library not in ZOOS:
         raise FairprunerError(
-            f"Source {source!r} has no weights of its own: {PRETRAINED!r} works with {', '.join(LIBRARIES)};"
+            f"Source {source!r} offers no weights: {PRETRAINED!r} works with {', '.join(LIBRARIES)};"
             " give a weights file."
         )
     build = _zoo_factory(library, name, pretrained) if library in ZOOS else resolve(source)

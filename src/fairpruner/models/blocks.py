@@ -48,8 +48,9 @@ class _BlockWatch:
 
 @contextmanager
 def watching_block_slopes(model: nn.Module, space: UnitSpace, visit: BlockVisitor) -> Iterator[None]:
-    """Every forward pass begun inside lets its backward pass call `visit` for each block, with what the
-    block added to its stream and the gradient for that.
+    """Inside, the backward pass of every forward pass calls `visit` for each block.
+
+    `visit` gets what the block added to its stream, and the gradient for it.
     """
     with ExitStack() as stack:
         for unit in range(space.size):

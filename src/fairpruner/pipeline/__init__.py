@@ -33,7 +33,7 @@ from fairpruner.pipeline.search import (
 )
 from fairpruner.recovery import recover
 from fairpruner.repair import METHODS
-from fairpruner.repair import repair as mend
+from fairpruner.repair import repair as repair_cut
 from fairpruner.scoring.objective import Objective
 from fairpruner.scoring.score import score
 from fairpruner.surgery import cut
@@ -45,7 +45,7 @@ STAGES: dict[str, Callable[..., Any]] = {
     "discover": discover,
     "score": score,
     "allocate": allocate,
-    "repair": mend,
+    "repair": repair_cut,
     "recover": recover,
 }
 OWN = {"spaces", "keep", "method", "epochs"}
@@ -113,7 +113,7 @@ def prune(
             plan = allocate(scores, alpha=alpha, keep=budget, **options["allocate"])
             small = cut(current, plan)
             if methods is not None:
-                small = mend(small, current, plan, data, method=methods, **options["repair"])
+                small = repair_cut(small, current, plan, data, method=methods, **options["repair"])
         spaces = remaining(plan, small)
         if recover_epochs:
             small = recover(

@@ -75,7 +75,7 @@ class SolvedTogether:
 def parts(sizes: Sequence[int], experts: int) -> list[SolvedTogether]:
     """Matrices with so many features each, the `experts` first, in runs of at most MOST_FEATURES features.
 
-    A matrix with more than that is a part by itself.
+    A matrix with more features is a part alone.
 
     >>> parts([1500, 1500, 1500, 5000], experts=3)
     ... # doctest: +NORMALIZE_WHITESPACE
@@ -210,7 +210,7 @@ class _LastMatrices:
             weight += change.to(weight)  # [I, H]
 
     def _run(self, call: BlockCall) -> _BlockRun:
-        """Run the block by itself, with gradients."""
+        """Run the block alone, with gradients."""
         routers: list[RouterOutput] = []
         inputs: dict[nn.Linear, Tensor] = {}
         outputs: dict[nn.Linear, Tensor] = {}

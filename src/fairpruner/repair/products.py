@@ -179,9 +179,7 @@ class Product:
         return torch.from_numpy((groups[:, None] * written + indices).reshape(-1))
 
     def _read_positions(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The input row that each tap of an output row reads, [rows, taps], and which of them, in one row,
-        are padding.
-        """
+        """The input row that each tap of an output row reads, [rows, taps], and which taps are padding."""
         sizes, kernel = self.source.shape[2:], self.weight.shape[2:]
         outs = []
         for size in reversed(self._output_sizes()):
@@ -201,7 +199,7 @@ class Product:
 
     @property
     def _geometry(self) -> tuple[Any, ...]:
-        """All that tells which positions of the input are read."""
+        """All values that determine which positions of the input are read."""
         names = ("stride", "padding", "output_padding", "dilation")
         moving = tuple(str(self.arguments.get(name)) for name in names)
         return self.transposed, *self.source.shape[2:], *self.weight.shape[2:], *moving

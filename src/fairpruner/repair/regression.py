@@ -159,8 +159,9 @@ class NormalEquations:
 
 
 def _gram(features: Tensor) -> Tensor:
-    """XᵀX of features [G, rows, p], [G, p, p]; of wide ones the blocks above the diagonal are computed and
-    mirrored, which takes 5/8 of the products.
+    """XᵀX of features [G, rows, p]: [G, p, p].
+
+    For wide features, only blocks on and above the diagonal are computed: 5/8 of the products.
     """
     size = features.shape[2]
     if size < WIDE:

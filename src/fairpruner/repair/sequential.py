@@ -2,12 +2,12 @@
 
 Both models run over each batch once. A weight of the cut model reads X, its input there, with all the error
 that earlier weights left. It is refitted so that X gives what the original gives in the same place. The
-forward pass goes on with the new weight. Sums over rows are kept from batch to batch, so each batch
+forward pass continues with the new weight. Sums over rows are kept from batch to batch, so each batch
 improves all fits. If the sums of all weights do not fit into memory, one group of weights is refitted after
 the other, in one sweep over the data each.
 
 **Outputs that arrive at an addition.** Let the output y = X W of a weight be scaled and shifted channel by
-channel (by a batch norm, say) and added to a residual stream: z = s ∘ y + t + r. The original has z* there. A
+channel (as by a batch norm) and added to a residual stream: z = s ∘ y + t + r. The original has z* there. A
 refit towards the original's y* would leave the error of r. A refit towards z* undoes it: it asks for a
 change d of y with
 
@@ -47,7 +47,7 @@ TOKENS = 512  # the same for texts, whose neighbouring tokens differ
 MOST_NUMBERS = 2**27  # in the sums of one half of the samples that are held at once, or one weight's
 MOST_OF_ONE = 2**28  # in the sums of a single weight
 TOO_LARGE = f"its sums hold more than {MOST_OF_ONE} numbers"
-FEWER_ROWS = "it is applied to every unit of a space by itself, and some of them were removed"
+FEWER_ROWS = "it is applied to each unit of a space separately, and some of them were removed"
 
 
 def refit(job: Job) -> list[Note]:

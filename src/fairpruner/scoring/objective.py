@@ -158,7 +158,8 @@ def own_logits(output: Any) -> Tensor | None:
 @contextmanager
 def _computing_losses(model: nn.Module) -> Iterator[None]:
     """Inside, modules that hold other modules are in training mode, so that a detector returns its losses.
-    Leaves stay in eval mode: norms keep their statistics, and dropout is off.
+
+    Modules without children stay in eval mode: norms keep their statistics, and dropout is off.
     """
     before = [(module, module.training) for module in model.modules()]
     try:

@@ -1,5 +1,6 @@
-"""Residual blocks in the calibration pass: signals are shown the stream before and after each block, or what
-the block adds and its gradient.
+"""Residual blocks in the calibration pass.
+
+Signals see the stream before and after each block, or what the block adds and the gradient for it.
 """
 
 from __future__ import annotations

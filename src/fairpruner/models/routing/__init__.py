@@ -1,7 +1,7 @@
 """Observing routed experts: which token was sent to which expert, with what router weight, and the output.
 
 Blocks call their experts in three ways: transformers' fused experts, fused experts that see all tokens, and
-lists of modules. Each way has an observer of its own, and all of them report the same `RouterOutput`.
+lists of modules. Each way has its own observer, and all of them report the same `RouterOutput`.
 """
 
 from __future__ import annotations

@@ -92,9 +92,7 @@ class Accumulator:
     def see_block_slope(
         self, space: UnitSpace, unit: int, pair: tuple[Tensor, Tensor], info: BatchInfo
     ) -> None:
-        """What a residual block adds to its stream, and the gradient of the summed loss for it, [rows, C]
-        each.
-        """
+        """What a residual block adds to its stream, and the gradient of the summed loss for it: [rows, C]."""
 
     def see_gates(self, terms: Mapping[str, Tensor], info: BatchInfo) -> None:
         """Space -> [N, J], minus the first-order change of each sample's loss when a unit is set to zero."""

@@ -130,7 +130,7 @@ def _groups(spaces: Spaces, parts: int) -> list[list[UnitSpace]]:
 class CovarianceSums:
     """Sums of what consumers read and of its products, over all samples, or over the even and the odd ones.
 
-    A unit with D features of its own, such as a head, fills D rows. The positions of a channel's map are
+    A unit with D features, such as a head, fills D rows. The positions of a channel's map are
     further samples of one row.
     """
 

@@ -1,11 +1,11 @@
 """The removal signal `surgeon`: how much the loss grows, to second order, if the kept units compensate.
 
-`reconstruction` counts every squared error of what consumers compute alike. Here errors count as much as
-the loss feels them. Let g be the gradient of a sample's loss for what a consumer reads, x. An error e of x
-changes the loss by g·e to first order, and by about (g·e)² / 2 on average (the Fisher information). With
-errors that are independent of gradients (as in K-FAC), the mean of (g·e)² is tr(G E) with G the mean of g g'
-and E that of e e'. This is `reconstruction` with G instead of W W'. So the numbers of all spaces are changes
-of one loss, and can be compared: between layers, and between hidden units, heads and whole blocks.
+`reconstruction` gives every squared error of the consumers' outputs the same weight. Here errors are weighted
+by their effect on the loss. Let g be the gradient of a sample's loss for x, the input of a consumer. An error
+e of x changes the loss by g·e to first order, and by about (g·e)² / 2 on average (the Fisher information).
+With errors that are independent of gradients (as in K-FAC), the mean of (g·e)² is tr(G E) with G the mean of
+g g' and E that of e e'. This is `reconstruction` with G instead of W W'. So the numbers of all spaces are
+changes of one loss, and can be compared: between layers, and between hidden units, heads and whole blocks.
 
 A residual block that adds d to its stream changes the loss by the mean of (g·d)² if it is removed.
 """
@@ -102,9 +102,7 @@ class _SurgeonAccumulator(Accumulator):
 
 
 def _flops_of_units(space: UnitSpace, spaces: Spaces) -> Floats:
-    """The FLOPs that the whole model saves by each unit alone, at least 1; units other than blocks are
-    alike.
-    """
+    """The FLOPs that the whole model saves by each unit alone, at least 1; they differ only for blocks."""
     whole = predict(spaces, {})["flops"]
     units = range(space.size) if space.kind == "block" else range(1)
     return np.array([max(whole - predict(spaces, {space.name: (unit,)})["flops"], 1) for unit in units])
