@@ -100,11 +100,11 @@ def _give_nms() -> None:
 
     def nms(boxes: Tensor, scores: Tensor, threshold: float) -> Tensor:
         overlap = torchvision.ops.box_iou(boxes, boxes)
-        kept: list[int] = []
-        for candidate in scores.argsort(descending=True, stable=True).tolist():
-            if all(overlap[candidate, other] <= threshold for other in kept):
-                kept.append(candidate)
-        return torch.tensor(kept, dtype=torch.int64)
+        left, kept = scores.argsort(descending=True, stable=True), list[Tensor]()
+        while left.numel():
+            kept.append(left[0])
+            left = left[1:][overlap[left[0], left[1:]] <= threshold]
+        return torch.stack(kept) if kept else left
 
     if not torchvision.extension._has_ops():
         torch.library.impl("torchvision::nms", "CPU", nms)

@@ -444,6 +444,7 @@ TRANSFORMERS: dict[str, Family] = {
                 "window_size": 4,
                 "global_attn_indexes": [1],
                 "mlp_dim": 48,
+                "num_pos_feats": 8,
             },
             "prompt_encoder_config": {"hidden_size": 16, "image_size": 64, "patch_size": 8},
             "mask_decoder_config": {
@@ -469,9 +470,9 @@ TRANSFORMERS: dict[str, Family] = {
                 "window_size": 2,
                 "out_features": ["stage1", "stage2", "stage3", "stage4"],
             },
-            "feature_size": 16,
-            "mask_feature_size": 16,
-            "hidden_dim": 16,
+            "feature_size": 32,  # its group norms have 32 groups
+            "mask_feature_size": 32,
+            "hidden_dim": 32,
             "encoder_feedforward_dim": 24,
             "encoder_layers": 1,
             "decoder_layers": 2,

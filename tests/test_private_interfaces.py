@@ -23,7 +23,7 @@ from fairpruner.models import torch_private
 SOURCE = Path(fp.__file__).parent
 ADAPTERS = {"models/torch_private.py", "models/transformers_private.py"}
 PRIVATE = re.compile(
-    r"torch\._|torch\.utils\._|modules\.\w+\._|_overloadpacket|\._schema\b|\._base\b|\._version\b|module\._buffers"
+    r"torch\._|torch\.utils\._|modules\.\w+\._|_overloadpacket|\._schema\b|\._base\b|\._version\b|module\._buffers|_non_persistent"
     r"|ALL_EXPERTS_FUNCTIONS|\._experts_implementation|_apply_gate|core_model_loading|conversion_mapping\b"
     r"|_weight_conversions|_model_mapping"
 )
@@ -64,6 +64,8 @@ def test_torch_has_what_torch_private_uses() -> None:
     norm = nn.BatchNorm2d(3)
     assert torch_private.held_tensors(norm, "weight")["weight"] is norm.weight
     assert torch_private.held_tensors(norm, "running_mean")["running_mean"] is norm.running_mean
+    norm.register_buffer("table", torch.ones(3), persistent=False)
+    assert torch_private.unsaved_buffers(nn.Sequential(norm)) == {"0.table"}
     assert isinstance(norm, torch_private.AnyBatchNorm)
     for convolution in (nn.Conv1d(1, 1, 1), nn.Conv3d(1, 1, 1), nn.ConvTranspose2d(1, 1, 1)):
         assert isinstance(convolution, torch_private.AnyConvolution)

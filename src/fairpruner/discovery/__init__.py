@@ -13,12 +13,13 @@ from fairpruner.core.spaces import Spaces
 from fairpruner.core.units import DEFAULT_KINDS, UnitSpace
 from fairpruner.discovery.assemble import as_data_flows, assemble, module_of
 from fairpruner.discovery.blocks import block_space
+from fairpruner.discovery.check import Check
 from fairpruner.discovery.costing import cost_model, operation_terms
 from fairpruner.discovery.routed import aligned, expert_space
 from fairpruner.discovery.stream import as_scales, rms_norms, with_stream
 from fairpruner.discovery.streamed import as_in_files, check_kinds, verify_by_layer, with_pools
 from fairpruner.discovery.trace import Trace, trace
-from fairpruner.discovery.verify import Check, verify
+from fairpruner.discovery.verify import verify
 from fairpruner.errors import FairprunerError
 from fairpruner.inputs.hugging_face import example_for
 from fairpruner.inputs.streamed import Streamed

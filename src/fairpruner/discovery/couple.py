@@ -1,8 +1,9 @@
-"""Coupling spaces that fail alone because code splits a tensor into equal parts."""
+"""Spaces that fail alone because code splits a tensor into equal parts, coupled part by part."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -10,31 +11,53 @@ from fairpruner.core.units import Count, Slice, UnitSpace
 
 
 def couple(spaces: Sequence[UnitSpace]) -> list[tuple[UnitSpace, list[str]]]:
-    """(coupled space, names of its parts) for each set of equally large spaces with the same producer.
+    """(coupled space, names of its parts) for each set of equally wide spaces with the same producer.
 
     A block that splits its input into halves works as long as both halves lose the same number of units. So
-    unit j of the coupled space consists of the j-th unit of every part.
+    unit j of the coupled space consists of the j-th unit of every part. A part with more units, such as one
+    without the grouped convolution of the others, gives several neighbouring units to each.
     """
     families: list[tuple[set[tuple[str, int]], list[UnitSpace]]] = []  # what each writes, and its spaces
     for space in spaces:
         written = {(part.tensor, part.dim) for part in space.slices_of("write")}
-        mine = [f for f in families if f[0] & written and f[1][0].size == space.size]
+        mine = [f for f in families if f[0] & written and _fit(f[1][0], space)]
         families = [f for f in families if not any(f is other for other in mine)]
         families.append((written.union(*(f[0] for f in mine)), [*(s for f in mine for s in f[1]), space]))
     return [(_joined(parts), [p.name for p in parts]) for _, parts in families if len(parts) > 1]
 
 
+def _fit(a: UnitSpace, b: UnitSpace) -> bool:
+    """Whether the units of one space can be dealt out evenly to those of the other, in parts equally wide."""
+    widths = {np.count_nonzero((s.slices_of("write") or s.slices)[0].owner >= 0) for s in (a, b)}
+    return len(widths) == 1 and max(a.size, b.size) % min(a.size, b.size) == 0
+
+
+def _dealt_out(space: UnitSpace, size: int) -> UnitSpace:
+    """The space with neighbouring units joined, so that it has just `size` of them."""
+    share = space.size // size
+    if share == 1:
+        return space
+    return replace(
+        space,
+        size=size,
+        slices=tuple(replace(s, owner=np.where(s.owner < 0, -1, s.owner // share)) for s in space.slices),
+        counts=tuple(replace(c, owner=np.where(c.owner < 0, -1, c.owner // share)) for c in space.counts),
+    )
+
+
 def _joined(parts: Sequence[UnitSpace]) -> UnitSpace:
+    first = min(parts, key=lambda space: space.size)
+    parts = [_dealt_out(space, first.size) for space in parts]
     slices: dict[tuple[str, int], Slice] = {}
     for part in (s for space in parts for s in space.slices):
         known = slices.get((part.tensor, part.dim))
-        # Parts own different indices; all other entries are -1.
+        # Parts own different indices, and say -1 elsewhere.
         owner = part.owner if known is None else np.maximum(known.owner, part.owner)
         slices[part.tensor, part.dim] = Slice(part.tensor, part.dim, owner, part.role)
     counts: dict[tuple[str, str], Count] = {}
     for count in (c for space in parts for c in space.counts):
-        counts.setdefault((count.module, count.attribute), count)
-    first = parts[0]
+        place = (count.module, count.attribute)
+        counts[place] = replace(count, owner=np.maximum(counts.get(place, count).owner, count.owner))
     return UnitSpace(
         first.name,
         first.kind,

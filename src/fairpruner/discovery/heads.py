@@ -7,7 +7,7 @@ the code of the module mentions. If a cut with this guess fails, other choices a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
@@ -21,6 +21,7 @@ from fairpruner.models.code_names import names_in_code
 from fairpruner.models.narrow_heads import HEADS_WIDTHS
 
 TRIALS = 8  # choices of attributes that are tried before heads are left out
+LONGEST_TUPLE = 4  # of sizes that a module holds
 SIZES = ("dim", "size", "width", "channels")  # words in names of attributes that are not a number of heads
 
 
@@ -56,7 +57,7 @@ def other_choices(space: UnitSpace, model: nn.Module) -> Iterator[UnitSpace]:
         if len(chosen.counts) != len(space.counts) or flipped:
             yield chosen
         for narrow in _narrowed(space):
-            yield replace(chosen, counts=(*chosen.counts, narrow))
+            yield replace(chosen, counts=(*chosen.counts, *narrow))
 
 
 def chosen_alike(chosen: UnitSpace, space: UnitSpace, model: nn.Module) -> UnitSpace:
@@ -66,7 +67,8 @@ def chosen_alike(chosen: UnitSpace, space: UnitSpace, model: nn.Module) -> UnitS
         _place(space, c.count) for c in _free(space, model) if c.guessed != (_place(space, c.count) in places)
     }
     same = _with(space, model, flipped)
-    narrow = tuple(c for c in _narrowed(space) if c.attribute in {count.attribute for count in chosen.counts})
+    attributes = {count.attribute for count in chosen.counts}
+    narrow = (count for counts in _narrowed(space) for count in counts if count.attribute in attributes)
     return replace(same, counts=(*same.counts, *narrow))
 
 
@@ -112,7 +114,8 @@ def _candidates(space: UnitSpace, model: nn.Module) -> list[SizeCandidate]:
         mentioned = names_in_code(type(module))
         for attribute, value in _whole_numbers(module):
             named_after_heads = "head" in attribute and "." not in attribute  # a dot: from a configuration
-            if mentioned is None or set(attribute.split(".")) <= mentioned or named_after_heads:
+            used = mentioned is None or set(attribute.partition("[")[0].split(".")) <= mentioned
+            if used or named_after_heads:
                 candidate = _candidate(space, path, attribute, value)
                 found += [] if candidate is None else [candidate]
     return found
@@ -129,16 +132,25 @@ def _candidate(space: UnitSpace, path: str, attribute: str, value: int) -> SizeC
     if owner is None or (space.kind != "head" and value != space.size):
         return None
     counts_heads = "head" in name or value == space.size
-    return SizeCandidate(
-        Count(path, attribute, owner), counts_heads and not named_as_size and _writes(space, path)
-    )
+    guessed = counts_heads and not named_as_size and _counts_here(space, path, attribute)
+    return SizeCandidate(Count(path, attribute, owner), guessed)
+
+
+def _counts_here(space: UnitSpace, path: str, attribute: str) -> bool:
+    """Whether a number is most likely one of heads: heads are written here, or it is an entry of the shape of
+    a table with a column for each head.
+    """
+    held = any(part.tensor.rpartition(".")[0] == path for part in space.slices)
+    return _writes(space, path) or (held and "[" in attribute)
 
 
 def _whole_numbers(module: nn.Module) -> Iterator[tuple[str, int]]:
-    """The whole numbers that a module holds, and those of its configuration."""
+    """The whole numbers that a module holds, alone or in short tuples, and those of its configuration."""
     for name, value in vars(module).items():
         if type(value) is int and name not in POSITIONS:
             yield name, value
+        elif type(value) in (tuple, list) and len(value) <= LONGEST_TUPLE:
+            yield from ((f"{name}[{n}]", entry) for n, entry in enumerate(value) if type(entry) is int)
     config = vars(module).get("config")
     if config is not None and not isinstance(config, (dict, nn.Module)) and hasattr(config, "__dict__"):
         yield from ((f"config.{name}", value) for name, value in vars(config).items() if type(value) is int)
@@ -156,10 +168,18 @@ def _nearby(space: UnitSpace) -> Iterator[str]:
 
 def _around(space: UnitSpace) -> str:
     """The path of the innermost module that holds all slices of a space."""
-    holders = [part.tensor.split(".")[:-1] for part in space.slices]
-    common = holders[0]
-    for holder in holders[1:]:
-        same = [a == b for a, b in zip(common, holder, strict=False)]
+    return common_path([part.tensor.rpartition(".")[0] for part in space.slices])
+
+
+def common_path(paths: Sequence[str]) -> str:
+    """The path of the innermost module around all modules at these paths.
+
+    >>> common_path(["a.b.c", "a.b.d"]), common_path(["a", "b"])
+    ('a.b', '')
+    """
+    common = paths[0].split(".")
+    for path in paths[1:]:
+        same = [a == b for a, b in zip(common, path.split("."), strict=False)]
         common = common[: same.index(False) if False in same else len(same)]
     return ".".join(common)
 
@@ -178,13 +198,21 @@ def _widths(space: UnitSpace, value: int) -> Ints | None:
     return owner if owner is not None and np.unique(owner).size == space.size else None
 
 
-def _narrowed(space: UnitSpace) -> tuple[Count, ...]:
+def _narrowed(space: UnitSpace) -> list[tuple[Count, ...]]:
     """The width of all heads as a count of the module that holds their projections.
 
-    There is one count for each dimension of its input from which the code may take this width.
+    Where heads of several modules are tied, each of these gets a count. There is one choice for each
+    dimension of the input from which the code may take this width.
     """
-    reading = [part.owner for part in space.slices_of("read") if (part.owner >= 0).all()]
+    reading = {part.tensor: part.owner for part in space.slices_of("read") if (part.owner >= 0).all()}
+    if space.kind != "head" or not reading:
+        return []
     around = _around(space)
-    if space.kind != "head" or not around or not reading:
-        return ()
-    return tuple(Count(around, attribute, max(reading, key=len)) for attribute in HEADS_WIDTHS)
+    places = {around: max(reading.values(), key=len)} if around else {}
+    if not around:
+        above = ((tensor.rpartition(".")[0].rpartition(".")[0], owner) for tensor, owner in reading.items())
+        places = {path: owner for path, owner in above if path}
+    return [
+        tuple(Count(path, attribute, owner) for path, owner in places.items())
+        for attribute in (HEADS_WIDTHS if places else ())
+    ]

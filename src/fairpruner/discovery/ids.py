@@ -117,6 +117,12 @@ class Ids:
         """Whether all these ids lie on buffers."""
         return bool((self._usage[ids[ids != NONE]] & Usage.BUFFER).all())
 
+    def axis_sizes(self, ids: Ints) -> Ints:
+        """The length of the axis that each id lies on."""
+        starts = np.array([axis.start for axis in self.axes])
+        sizes = np.array([axis.size for axis in self.axes])
+        return np.asarray(sizes[np.searchsorted(starts, ids, side="right") - 1])
+
     def share_usage(self, axes: Sequence[Axis]) -> None:
         """Give the ids at the same index of several equally long axes the usage of all of them."""
         ids = np.array([axis.ids for axis in axes])  # [axes, size]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fairpruner.core.arrays import Ints
 from fairpruner.discovery.experts import ExpertLists
-from fairpruner.discovery.ids import Axis, Ids, Usage, as_ids
+from fairpruner.discovery.ids import NONE, Axis, Ids, Usage, as_ids
 from fairpruner.discovery.normalised import normalised_weights
 from fairpruner.discovery.shadow import EMPTY, Algebra, Shadow, extent
 
@@ -32,12 +32,15 @@ class SizeAttribute:
 class Recorder:
     """Holds the shadows of tensors; the rules of operations read and change them."""
 
-    def __init__(self, model: nn.Module, experts: ExpertLists) -> None:
+    def __init__(self, model: nn.Module, experts: ExpertLists, shared: Collection[str] = ()) -> None:
         self.ids = Ids()
         self.algebra = Algebra(self.ids)
         self.size_attributes: list[SizeAttribute] = []
         self.running: list[nn.Module] = []  # modules whose forward has begun, outermost first
         self.random: dict[str, None] = {}  # operations that drew random numbers, and where; in order
+        # Modules with weights that may be shared by heads, and the ids that met them there.
+        self.suspects: list[tuple[str, Ints]] = []
+        self._shared = frozenset(shared)
         self._experts = experts
         self._names = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
         self._parameters = {id(p) for p in model.parameters()}
@@ -115,12 +118,35 @@ class Recorder:
         """The path of the innermost module that is running."""
         return next((self._modules[id(m)] for m in reversed(self.running) if id(m) in self._modules), "")
 
+    def heads_share(self, ids: Ints, width: int) -> bool:
+        """Whether a weight that reads `width` numbers at a time reads whole heads one after the other, rather
+        than the same position of several groups. Known for the modules that were told; others are remembered.
+        """
+        ids = ids[ids != NONE]
+        if not ids.size or not (self.ids.axis_sizes(ids) > width).all():
+            return False
+        self.suspects.append((self.running_path, np.unique(ids)))
+        return self.running_path in self._shared
+
     def count(self, attribute: str, value: int, ids: Ints) -> None:
         """Record that an attribute of the running module counts these ids, if it has this value."""
         for module in reversed(self.running[-2:]):  # a helper may run inside the module with the attribute
             if id(module) in self._modules and getattr(module, attribute, None) == value:
                 self.size_attributes.append(SizeAttribute(self._modules[id(module)], attribute, ids))
                 return
+
+    def count_parts(self, parts: Sequence[Ints]) -> None:
+        """Remember that a tuple of the running module, if it has these lengths, counts the ids of each part
+        that a tensor is split into.
+        """
+        for module in reversed(self.running[-2:]):
+            for name, value in vars(module).items() if id(module) in self._modules else ():
+                if type(value) in (tuple, list) and list(value) == [part.size for part in parts]:
+                    self.size_attributes += [
+                        SizeAttribute(self._modules[id(module)], f"{name}[{position}]", part)
+                        for position, part in enumerate(parts)
+                    ]
+                    return
 
     def drew(self, operation: str) -> None:
         """Remember that an operation drew random numbers in the running module."""

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -51,6 +52,7 @@ class Trace:
     size_attributes: tuple[SizeAttribute, ...]
     unmet: tuple[str, ...]  # parameters that no operation used
     random: tuple[str, ...]  # operations that drew random numbers, and where
+    shared: tuple[str, ...]  # modules whose weights several heads share, though they were taken for groups
 
 
 class ShadowMode(TorchDispatchMode):
@@ -92,10 +94,19 @@ class ShadowMode(TorchDispatchMode):
 def trace(model: nn.Module, examples: Sequence[Any], experts: Sequence[UnitSpace] = ()) -> Trace:
     """Run the model once on each example, and follow the indices of every parameter through it.
 
-    The dimension that counts experts is not followed. Costs are those of the first example.
+    The dimension that counts experts is not followed. Costs are those of the first example. A weight that
+    reads several groups one after the other ties their positions. If all of these turn out to be one unit,
+    the groups were heads, and a second pass follows them as heads.
     """
+    seen = _trace(model, examples, experts, ())
+    return _trace(model, examples, experts, seen.shared) if seen.shared else seen
+
+
+def _trace(
+    model: nn.Module, examples: Sequence[Any], experts: Sequence[UnitSpace], shared: Sequence[str]
+) -> Trace:
     lists = ExpertLists(model, experts)
-    recorder = Recorder(model, lists)
+    recorder = Recorder(model, lists, shared)
     costs: list[OperationCost] = []
     for position, example in enumerate(examples):
         mode = ShadowMode(recorder, lists)
@@ -114,12 +125,15 @@ def trace(model: nn.Module, examples: Sequence[Any], experts: Sequence[UnitSpace
     axes = recorder.finish_experts(model)
     tie_recurrent(recorder, model)
     recorder.algebra.settle_rest()
+    partition = recorder.ids.partition()
+    one_unit = (path for path, ids in recorder.suspects if np.unique(partition.roots[ids]).size == 1)
     return Trace(
-        recorder.ids.partition(),
+        partition,
         tuple(_shared_out(cost, lists, axes) for cost in costs),
         tuple(recorder.size_attributes),
         tuple(recorder.unmet(model)),
         tuple(recorder.random),
+        tuple(dict.fromkeys(one_unit)),
     )
 
 

@@ -9,45 +9,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from fairpruner.core.arrays import Ints
-from fairpruner.core.tod import removal_order
 from fairpruner.core.units import UnitSpace
+from fairpruner.discovery.check import Check, Failure, outputs
 from fairpruner.discovery.couple import couple
-from fairpruner.discovery.failing import first_line, raise_if_out_of_memory
+from fairpruner.discovery.failing import first_line
 from fairpruner.discovery.heads import chosen_alike, other_choices
-from fairpruner.discovery.lively import lively_weights
-from fairpruner.discovery.watching import Visits, first_difference, watching_modules
-from fairpruner.models.calling import call, in_eval_mode, output_tensors
-from fairpruner.models.devices import device_of_model, has_float64
-from fairpruner.models.narrowing import copy_with, cut_units, mask_units
+from fairpruner.discovery.nearby import check_nearby
+from fairpruner.discovery.watching import Visits
 from fairpruner.models.torch_private import tree_map_only
 
-# The outputs of a correct cut differ only by rounding. float32 is fast and nearly always decides; if it does
-# not, float64 does. A model that runs in neither type is tried in the type of its parameters.
-PRECISIONS: tuple[tuple[torch.dtype | None, float], ...] = (
-    (torch.float32, 1e-4),
-    (torch.float64, 1e-9),
-    (None, 1e-2),
-)
 FAILURES = 3  # so often spaces of one form are tried again before the rest of the form is left out
-
-RemovedUnits = dict[str, Ints]
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why mask and cut do not agree, and the path of the module in which it shows, if there is one."""
-
-    reason: str
-    path: str | None = None
 
 
 def verify(
@@ -59,10 +36,11 @@ def verify(
     """
     check = Check(model, examples, spaces)
     sound, aside = _set_aside(check, spaces)
-    joined = couple([space for space in aside if space.kind not in ("expert", "block")])
+    joined = couple([*(s for s in aside if s.kind not in ("expert", "block")), *_siblings(sound, aside)])
     right = [s for form in _by_form([space for space, _ in joined]) for s in _right(check, form, {})]
     names = {space.name for space in right}
     absorbed = {name for space, parts in joined if space.name in names for name in parts}
+    sound = [space for space in sound if space.name not in absorbed]
     failed: dict[str, str] = {}
     for form in _by_form([space for space in aside if space.name not in absorbed]):
         right += _right(check, form, failed)
@@ -82,6 +60,12 @@ def _set_aside(check: Check, spaces: Sequence[UnitSpace]) -> tuple[list[UnitSpac
     return sound, [space for space in spaces if _form(space) in aside]
 
 
+def _siblings(sound: Sequence[UnitSpace], aside: Sequence[UnitSpace]) -> list[UnitSpace]:
+    """The sound spaces that own parts of a producer of which other parts fail alone."""
+    written = {(part.tensor, part.dim) for space in aside for part in space.slices_of("write")}
+    return [s for s in sound if any((part.tensor, part.dim) in written for part in s.slices_of("write"))]
+
+
 def _by_form(spaces: Sequence[UnitSpace]) -> Iterator[list[UnitSpace]]:
     forms: dict[object, list[UnitSpace]] = {}
     for space in spaces:
@@ -92,15 +76,38 @@ def _by_form(spaces: Sequence[UnitSpace]) -> Iterator[list[UnitSpace]]:
 def _right(check: Check, spaces: list[UnitSpace], failed: dict[str, str]) -> list[UnitSpace]:
     """The correct ones of some spaces of one form, if need be with other attributes that count their units.
 
-    The others are added to `failed`.
+    The others are added to `failed`. The first space is tried in the module around it, if that is small; the
+    whole model is checked later.
     """
-    if check.failure(spaces) is None:
-        return spaces
     first = spaces[0]
-    chosen = next((s for s in other_choices(first, check.model) if check.failure([s]) is None), None)
+    choices = list(other_choices(first, check.model))
+    near = check_nearby(check, [first, *choices])
+    if near.failure([first] if near is not check else spaces, rounds=1) is None:
+        return spaces
+    chosen = next((choice for choice in choices if near.failure([choice], rounds=1) is None), None)
     if chosen is not None:
         spaces = [chosen_alike(chosen, space, check.model) for space in spaces]
+        if near is not check:
+            return spaces
+    elif wrong := _all_wrong(check, spaces):
+        failed |= wrong
+        return []
     return _right_together(check, [], spaces, failed)
+
+
+def _all_wrong(check: Check, spaces: Sequence[UnitSpace]) -> dict[str, str]:
+    """Name -> reason for all spaces of one form, if the first few fail also in the modules around them;
+    nothing otherwise.
+    """
+    wrong: dict[str, str] = {}
+    for space in spaces[:FAILURES]:
+        near = check_nearby(check, [space])
+        failure = None if near is check else near.failure([space], rounds=1)
+        if failure is None or "output's shape" in failure.reason:
+            return {}
+        wrong[space.name] = failure.reason
+    first = spaces[0].name
+    return {space.name: wrong.get(space.name, f"like {first}, {wrong[first]}") for space in spaces}
 
 
 def _right_together(
@@ -137,16 +144,18 @@ def _first_failing(
 
 
 def _blamed(failure: Failure, spaces: Sequence[UnitSpace]) -> list[UnitSpace]:
-    """The spaces that the module of a failure reads or carries, or else the nearest module around it."""
+    """The spaces that the module of a failure reads or carries, or else writes, or else the nearest module
+    around it.
+    """
     path = failure.path
     while path:
-        inside = [
-            space
+        inside = {
+            space.name: {s.role for s in space.slices if f"{s.tensor}.".startswith(f"{path}.")}
             for space in spaces
-            if any(f"{s.tensor}.".startswith(f"{path}.") for s in space.slices if s.role != "write")
-        ]
-        if inside:
-            return inside
+        }
+        blamed = [space for space in spaces if inside[space.name] - {"write"}]
+        if blamed := blamed or [space for space in spaces if inside[space.name]]:
+            return blamed
         path = path.rpartition(".")[0]
     return []
 
@@ -209,145 +218,14 @@ def runs_without_numbers(model: nn.Module, small: nn.Module, example: Any) -> st
     """
     inputs = tree_map_only(torch.Tensor, lambda t: t.to("meta"), example)
     try:
-        whole = _outputs(model, inputs, Visits())
+        whole = outputs(model, inputs, Visits())
     except Exception:
         return ""
     try:
-        found = _outputs(small, inputs, Visits())
+        found = outputs(small, inputs, Visits())
     except Exception as error:
         return f"a cut model cannot run: {first_line(error)}"
     shapes = [[tuple(t.shape) for t in tensors] for tensors in (whole, found)]
     return (
         "" if shapes[0] == shapes[1] else f"a cut changes the output's shape from {shapes[0]} to {shapes[1]}"
     )
-
-
-class Check:
-    """Compares mask and cut in three rounds, in which each space loses up to two thirds of its units."""
-
-    def __init__(self, model: nn.Module, examples: Sequence[Any], spaces: Sequence[UnitSpace]) -> None:
-        rng = np.random.default_rng(0)
-        some, others = _halves(spaces)
-        self._rounds: list[RemovedUnits] = [
-            {space.name: _drawn(space, rng, most=True) for space in spaces},
-            {space.name: _drawn(space, rng, most=False) for space in some},
-            {space.name: _drawn(space, rng, most=False) for space in others},
-        ]
-        self._examples = examples
-        self.model = model
-        self._lively = cache(partial(lively_weights, model))
-        # A difference in this type is taken as the answer.
-        self._decisive = torch.float64 if has_float64(device_of_model(model)) else torch.float32
-        self._runs = cache(self._whole_model_runs)
-
-    def failure(self, spaces: Sequence[UnitSpace]) -> Failure | None:
-        """Why mask and cut of these spaces do not agree; None if they agree."""
-        for drawn in self._rounds:
-            removed = {space.name: drawn[space.name] for space in spaces if space.name in drawn}
-            for position in range(len(self._examples)) if removed else ():
-                failure = self.disagreement(spaces, removed, position)
-                if failure is not None:
-                    return failure
-        return None
-
-    def disagreement(
-        self, spaces: Sequence[UnitSpace], removed: RemovedUnits, position: int
-    ) -> Failure | None:
-        failure = None
-        for dtype, tolerance in PRECISIONS:
-            if dtype is torch.float64 and self._decisive is not torch.float64:
-                continue
-            weights, inputs = self._lively(dtype), _cast(self._examples[position], dtype)
-            visits = Visits()
-            try:
-                # The cut model is freed before the masked one is built.
-                small = _outputs(cut_units(self.model, spaces, removed, weights=weights), inputs, visits)
-            except Exception as error:  # the user's code may raise anything when sizes change
-                raise_if_out_of_memory(error, self.model)
-                failure = Failure(f"a cut model cannot run: {first_line(error)}", visits.running)
-                if self._runs(dtype, position):
-                    break
-                continue
-            other = Visits()
-            try:
-                masked = _outputs(mask_units(self.model, spaces, removed, weights=weights), inputs, other)
-            except Exception as error:  # a file's example may only fit the cut model
-                raise_if_out_of_memory(error, self.model)
-                failure = Failure(f"the masked model cannot run: {first_line(error)}", other.running)
-                continue
-            reason = _compare(masked, small, tolerance)
-            if not reason:
-                return None
-            failure = Failure(reason, first_difference(other, visits, 10 * tolerance))
-            if dtype is self._decisive:
-                break
-        return failure
-
-    def _whole_model_runs(self, dtype: torch.dtype | None, position: int) -> bool:
-        """Whether the uncut model runs in this type at all."""
-        try:
-            model = copy_with(self.model, self._lively(dtype))
-            _outputs(model, _cast(self._examples[position], dtype), Visits())
-        except Exception as error:  # the user's code may raise anything in another type
-            raise_if_out_of_memory(error, self.model)
-            return False
-        return True
-
-
-def _halves(spaces: Sequence[UnitSpace]) -> tuple[list[UnitSpace], list[UnitSpace]]:
-    """The spaces in two halves. Spaces that own parts of one producer are put into different halves.
-
-    Otherwise code that splits the producer's output into equal parts could pass by chance, because all parts
-    lose the same number of units.
-    """
-    siblings: dict[tuple[str, int], list[UnitSpace]] = {}
-    for space in spaces:
-        producer = (space.slices_of("write") or space.slices)[0]
-        siblings.setdefault((producer.tensor, producer.dim), []).append(space)
-    alone = [group[0] for group in siblings.values() if len(group) == 1]
-    groups = [alone, *(group for group in siblings.values() if len(group) > 1)]
-    return [s for group in groups for s in group[::2]], [s for group in groups for s in group[1::2]]
-
-
-def _drawn(space: UnitSpace, rng: np.random.Generator, *, most: bool) -> Ints:
-    """Units to remove: two thirds of a space, or an odd number up to that; more of them from its first half.
-
-    Code that splits a tensor into equal parts is correct by chance if all parts lose the same number, or if
-    the last part loses few. It cannot be correct by chance in all these draws.
-    """
-    limit = max(1, min(space.size - space.min_keep, 2 * space.size // 3) // space.groups)
-    depth = limit if most else int(rng.integers(-(-limit // 3), limit + 1) - 1) // 2 * 2 + 1
-    if space.groups > 1:
-        return removal_order(np.argsort(rng.permutation(space.size)), space.groups)[: depth * space.groups]
-    early, late = (rng.permutation(part) for part in np.array_split(np.arange(space.size), 2))
-    from_early = min(depth // 2 + 1, depth, early.size)
-    return np.concatenate([early[:from_early], late[: depth - from_early]])
-
-
-def _cast(example: Any, dtype: torch.dtype | None) -> Any:
-    return tree_map_only(
-        torch.Tensor, lambda t: t.to(dtype) if dtype is not None and t.is_floating_point() else t, example
-    )
-
-
-def _outputs(model: nn.Module, inputs: Any, visits: Visits) -> list[torch.Tensor]:
-    with in_eval_mode(model), torch.no_grad(), watching_modules(model, visits):
-        return list(output_tensors(call(model, inputs)))
-
-
-def _compare(masked: list[torch.Tensor], small: list[torch.Tensor], tolerance: float) -> str:
-    if [t.shape for t in masked] != [t.shape for t in small]:
-        return (
-            f"a cut changes the output's shape from {[tuple(t.shape) for t in masked]} to"
-            f" {[tuple(t.shape) for t in small]}"
-        )
-    pairs = [(a, b) for a, b in zip(masked, small, strict=True) if a.is_floating_point() and a.numel()]
-    if not pairs:
-        return "the output on the example holds no real numbers, so a cut cannot be checked"
-    for a, b in pairs:
-        if not a.isfinite().all():
-            return "the output on the example is not finite, so a cut cannot be checked"
-        difference, scale = float((a - b).abs().max()), float(a.abs().max())
-        if not difference <= tolerance * scale:
-            return f"mask and cut differ by {difference:.2g} where the output is {scale:.2g}"
-    return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 from torch import nn
@@ -11,12 +12,16 @@ from fairpruner.models.attention import FEWER_HEADS
 from fairpruner.models.narrow_heads import HEADS_WIDTHS, NarrowHeads, narrow_class
 
 IN_CONFIG = "config."  # before the name of a number that a module reads from its configuration
+_ENTRY = re.compile(r"(\w+)\[(\d+)\]")  # the name of a number in a tuple or list: sizes[2]
 
 
 def counted(module: nn.Module, attribute: str, width: int) -> Any:
     """The value of a count; if heads were never cut, their total width is the `width` of their input."""
     if attribute in HEADS_WIDTHS and not isinstance(module, NarrowHeads):
         return width
+    if entry := _ENTRY.fullmatch(attribute):
+        sizes, position = vars(module).get(entry[1]), int(entry[2])
+        return sizes[position] if isinstance(sizes, (tuple, list)) and position < len(sizes) else None
     holder = vars(module).get("config") if attribute.startswith(IN_CONFIG) else module
     return getattr(holder, "__dict__", {}).get(attribute.removeprefix(IN_CONFIG))
 
@@ -26,6 +31,11 @@ def set_count(module: nn.Module, attribute: str, value: int, before: int) -> Non
     if attribute.startswith(IN_CONFIG):
         module.config = copy.copy(module.config)  # other modules share the old one
         setattr(module.config, attribute.removeprefix(IN_CONFIG), value)
+        return
+    if entry := _ENTRY.fullmatch(attribute):
+        sizes = list(vars(module)[entry[1]])
+        sizes[int(entry[2])] = value
+        setattr(module, entry[1], type(vars(module)[entry[1]])(sizes))
         return
     if attribute in HEADS_WIDTHS and not isinstance(module, NarrowHeads):
         vars(module)["input_width"] = before

@@ -75,7 +75,11 @@ class _PretendedWidth(TorchCalls):
         if len(shape) == 1 and not isinstance(shape[0], int):  # given as one tuple
             sizes = list(shape[0])
         pretended = [position for position, size in enumerate(sizes) if size == self._pretended]
-        if pretended and -1 not in sizes and math.prod(sizes) != tensor.numel():
+        if pretended and -1 in sizes:
+            # A channel of the input that keeps its place, as before and after a convolution over space.
+            kept = [n for n in pretended if n < tensor.ndim and tensor.shape[n] == self._true]
+            return [self._true if n in kept else size for n, size in enumerate(sizes)]
+        if pretended and math.prod(sizes) != tensor.numel():
             # Other sizes may be equal by chance: the width stands where it stood in the input.
             wanted = self._dim % len(sizes)
             sizes[min(pretended, key=lambda position: abs(position - wanted))] = self._true

@@ -40,6 +40,7 @@ __all__ = [
     "plain_function",
     "tree_flatten",
     "tree_map_only",
+    "unsaved_buffers",
     "watch_worker_processes",
     "written_tensors",
 ]
@@ -121,6 +122,15 @@ def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             given = args[position] if position < len(args) else kwargs.get(argument.name)
             written += [t for t in (given if isinstance(given, (list, tuple)) else [given]) if t is not None]
     return written
+
+
+def unsaved_buffers(model: nn.Module) -> set[str]:
+    """The names of buffers that a model does not save."""
+    return {
+        f"{path}.{name}".lstrip(".")
+        for path, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
 
 
 def held_tensors(module: nn.Module, name: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from fairpruner.discovery.rules.operation import Operation, Rule
 from fairpruner.discovery.shadow import IdMap, Shadow, extent
 
 FIXED = "meets a size that the model's input or code fixes"
+SHARED = "shared by all heads"
 IdMaps = tuple[IdMap, ...]
 
 
@@ -65,6 +66,8 @@ def _apply_weight(
     """Sum over k of x[batch, n, k, 1] * w[batch, 1, k, m]; each term of this sum can be removed alone."""
     algebra = op.algebra
     batch, n, k, m = shape
+    if _shared_by_heads(op, x, 2, k):
+        return _within_heads(op, x, w, (batch, n, 1, m))
     readers = [idmap for idmap in w if extent(idmap)[2]]
     writers = [idmap for idmap in w if not extent(idmap)[2]]
     reading = algebra.single(readers, 2, k)
@@ -84,6 +87,22 @@ def _apply_weight(
     return tuple(idmap.squeeze(2) for idmap in result), (*result, torch.from_numpy(reading))
 
 
+def _shared_by_heads(op: Operation, x: Sequence[IdMap], dim: int, width: int) -> bool:
+    """Whether one weight is applied to each head, whose numbers lie along `dim`."""
+    maps = [idmap for idmap in x if extent(idmap)[dim] and sum(extent(idmap)) > 1]
+    return len(maps) == 1 and op.recorder.heads_share(as_ids(maps[0]), width)
+
+
+def _within_heads(
+    op: Operation, x: Sequence[IdMap], w: Sequence[IdMap], shape: tuple[int, ...]
+) -> tuple[IdMaps, IdMaps]:
+    """A sum over dimension 2 of x[batch, n, k, 1] and a weight that all heads share: a head stays a head."""
+    for idmap in w:
+        op.ids.lock(as_ids(idmap), SHARED)
+    heads = op.algebra.reduce_all(x, (2,))
+    return tuple(idmap.expand(shape).squeeze(2) for idmap in heads), heads
+
+
 def _multiply(
     op: Operation, a: Sequence[IdMap], b: Sequence[IdMap], shape: tuple[int, int, int]
 ) -> tuple[IdMaps, IdMaps]:
@@ -100,6 +119,12 @@ def convolution(op: Operation) -> IdMaps:
     """The weight's input side reads channels and its output side writes them; groups stay of equal size."""
     x, weight, bias, transposed, groups = (op.args[i] for i in (0, 1, 2, 6, 8))
     channels, in_dim = x.shape[1], 0 if transposed else 1
+    if _shared_by_heads(op, op.shadow(x).maps, 1, channels):
+        for shadow in (op.shadow(weight), op.along(bias, 1, x.ndim)):
+            op.algebra.lock(shadow, SHARED)
+        heads = op.algebra.reduce_all(op.shadow(x).maps, range(1, x.ndim))
+        op.put([idmap.expand(op.result.shape) for idmap in heads])
+        return heads
     seen = op.algebra.single(op.shadow(x, buffers=True).maps, 1, channels)
     maps = op.shadow(weight).maps
     reading = op.algebra.single(maps, in_dim, weight.shape[in_dim])

@@ -11,13 +11,19 @@ import torch
 from fairpruner.discovery.failing import OUT_OF_MEMORY
 from fairpruner.discovery.ids import NONE, Usage
 from fairpruner.discovery.rules.operation import Operation, no_rule
-from fairpruner.discovery.shadow import IdMap, Shadow, extent
+from fairpruner.discovery.shadow import EMPTY, IdMap, Shadow, extent
 from fairpruner.models.torch_private import base_of, is_in_place, tree_map_only
+
+CHOOSING = ("index", "index_select", "gather")  # their further tensors are places in the first one
 
 
 def movement(op: Operation) -> None:
     """view, permute, cat, index, pad, …"""
     shadows = [op.shadow(t) for t in op.tensors]
+    if op.name in CHOOSING:
+        for places in shadows[1:]:
+            op.algebra.lock(places, f"chooses places in {op.name}")
+        shadows[1:] = [EMPTY] * len(shadows[1:])
     buffer = not any(s.maps for s in shadows)
     weight = all(s.weight or not s.maps for s in shadows)
     if buffer or op.name == "cat":
@@ -46,7 +52,23 @@ def movement(op: Operation) -> None:
     for position, result in enumerate(op.results):
         maps_of_result = tuple(maps[position] for maps in moved)
         op.recorder.put(result, Shadow(maps_of_result, weight, buffer))
+    if op.name in ("split_with_sizes", "unsafe_split_with_sizes"):
+        _note_sizes(op)
     return None
+
+
+def _note_sizes(op: Operation) -> None:
+    """Sizes into which a module splits its units may stand in one of its attributes."""
+    dim = op.option(2, "dim", 0) % op.args[0].ndim
+    parts = [[idmap for idmap in op.shadow(result).maps if _only_along(idmap, dim)] for result in op.results]
+    if all(parts):
+        op.recorder.count_parts(
+            [op.algebra.single(maps, dim, t.shape[dim]) for maps, t in zip(parts, op.results, strict=True)]
+        )
+
+
+def _only_along(idmap: IdMap, dim: int) -> bool:
+    return [d for d, changes in enumerate(extent(idmap)) if changes] == [dim]
 
 
 def _along(shadow: Shadow, dim: int | None) -> Shadow:

@@ -1,0 +1,230 @@
+"""Whether zeroing units and cutting them give the same output, on the examples or in one module."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from fairpruner.core.arrays import Ints
+from fairpruner.core.tod import removal_order
+from fairpruner.core.units import UnitSpace
+from fairpruner.discovery.failing import first_line, raise_if_out_of_memory
+from fairpruner.discovery.lively import lively_weights
+from fairpruner.discovery.watching import Visits, first_difference, watching_modules
+from fairpruner.models.calling import call, in_eval_mode, output_tensors
+from fairpruner.models.devices import device_of_model, has_float64
+from fairpruner.models.narrowing import Change, copy_with, cut_units, mask_units
+from fairpruner.models.torch_private import tree_map_only
+
+# The outputs of a correct cut differ only by rounding. float32 is fast and nearly always decides; if it does
+# not, float64 does. A model that runs in neither type is tried in the type of its parameters.
+PRECISIONS: tuple[tuple[torch.dtype | None, float], ...] = (
+    (torch.float32, 1e-4),
+    (torch.float64, 1e-9),
+    (None, 1e-2),
+)
+# A model may amplify rounding, as attention between large numbers does. A small difference is rounding if
+# weights that change by this share make one ten times as large: a wrong cut changes far more than they do.
+SHAKE = 1e-12
+TREMOR = 1e-4
+
+RemovedUnits = dict[str, Ints]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why mask and cut do not agree, and the path of the module in which it shows, if there is one."""
+
+    reason: str
+    path: str | None = None
+
+
+class Check:
+    """Compares mask and cut in three rounds, in which each space loses up to two thirds of its units."""
+
+    def __init__(self, model: nn.Module, examples: Sequence[Any], spaces: Sequence[UnitSpace]) -> None:
+        rng = np.random.default_rng(0)
+        some, others = _halves(spaces)
+        self._rounds: list[RemovedUnits] = [
+            {space.name: _drawn(space, rng, most=True) for space in spaces},
+            {space.name: _drawn(space, rng, most=False) for space in some},
+            {space.name: _drawn(space, rng, most=False) for space in others},
+        ]
+        self.examples = examples
+        self.model = model
+        self.lively = cache(partial(lively_weights, model))
+        # A difference in this type is taken as the answer.
+        self._decisive = torch.float64 if has_float64(device_of_model(model)) else torch.float32
+        self._too_coarse = False  # whether rounding in float32 looks like a difference
+        self._runs = cache(self._whole_model_runs)
+        # The model itself with the random weights, which take little memory.
+        self.whole = cache(lambda: copy_with(model, self.lively(torch.float32)))
+
+    def failure(self, spaces: Sequence[UnitSpace], *, rounds: int = 3) -> Failure | None:
+        """Why mask and cut of these spaces do not agree; None if they agree. A trial takes fewer rounds."""
+        for drawn in self._rounds[:rounds]:
+            removed = {space.name: drawn[space.name] for space in spaces if space.name in drawn}
+            for position in range(len(self.examples)) if removed else ():
+                failure = self.disagreement(spaces, removed, position)
+                if failure is not None:
+                    return failure
+        return None
+
+    def disagreement(
+        self, spaces: Sequence[UnitSpace], removed: RemovedUnits, position: int
+    ) -> Failure | None:
+        failure = None
+        for dtype, tolerance in PRECISIONS:
+            if dtype is torch.float64 and self._decisive is not torch.float64:
+                continue
+            if dtype is torch.float32 and self._too_coarse:
+                continue
+            weights, inputs = self.lively(dtype), cast(self.examples[position], dtype)
+            visits = Visits()
+            try:
+                # The cut model is freed before the masked one is built.
+                small = self._outputs(cut_units(self.model, spaces, removed, weights=weights), inputs, visits)
+            except Exception as error:  # the user's code may raise anything when sizes change
+                raise_if_out_of_memory(error, self.model)
+                failure = Failure(f"a cut model cannot run: {first_line(error)}", visits.running)
+                if self._runs(dtype, position):
+                    break
+                continue
+            other = Visits()
+            try:
+                masked = self._outputs(
+                    mask_units(self.model, spaces, removed, weights=weights), inputs, other
+                )
+            except Exception as error:  # a file's example may only fit the cut model
+                raise_if_out_of_memory(error, self.model)
+                failure = Failure(f"the masked model cannot run: {first_line(error)}", other.running)
+                continue
+            reason = _compare(masked, small, tolerance)
+            if reason and dtype is torch.float64 and _close(masked, small):
+                shaken = mask_units(self.model, spaces, removed, weights=_shaken(weights))
+                reason = "" if _rounding(masked, small, self._outputs(shaken, inputs, Visits())) else reason
+            if not reason:
+                self._too_coarse |= dtype is torch.float64
+                return None
+            failure = Failure(reason, first_difference(other, visits, 10 * tolerance))
+            if dtype is self._decisive:
+                break
+        return failure
+
+    def _outputs(self, model: nn.Module, inputs: Any, visits: Visits) -> list[torch.Tensor]:
+        return outputs(model, inputs, visits)
+
+    def _whole_model_runs(self, dtype: torch.dtype | None, position: int) -> bool:
+        """Whether the uncut model runs in this type at all."""
+        try:
+            model = copy_with(self.model, self.lively(dtype))
+            self._outputs(model, cast(self.examples[position], dtype), Visits())
+        except Exception as error:  # the user's code may raise anything in another type
+            raise_if_out_of_memory(error, self.model)
+            return False
+        return True
+
+
+def _halves(spaces: Sequence[UnitSpace]) -> tuple[list[UnitSpace], list[UnitSpace]]:
+    """The spaces in two halves. Spaces that own parts of one producer are put into different halves.
+
+    Otherwise code that splits the producer's output into equal parts could pass by chance, because all parts
+    lose the same number of units.
+    """
+    siblings: dict[tuple[str, int], list[UnitSpace]] = {}
+    for space in spaces:
+        producer = (space.slices_of("write") or space.slices)[0]
+        siblings.setdefault((producer.tensor, producer.dim), []).append(space)
+    alone = [group[0] for group in siblings.values() if len(group) == 1]
+    groups = [alone, *(group for group in siblings.values() if len(group) > 1)]
+    return [s for group in groups for s in group[::2]], [s for group in groups for s in group[1::2]]
+
+
+def _drawn(space: UnitSpace, rng: np.random.Generator, *, most: bool) -> Ints:
+    """Units to remove: two thirds of a space, or an odd number up to that; more of them from its first half.
+
+    Code that splits a tensor into equal parts is correct by chance if all parts lose the same number, or if
+    the last part loses few. It cannot be correct by chance in all these draws.
+    """
+    limit = max(1, min(space.size - space.min_keep, 2 * space.size // 3) // space.groups)
+    depth = limit if most else int(rng.integers(-(-limit // 3), limit + 1) - 1) // 2 * 2 + 1
+    if space.groups > 1:
+        return removal_order(np.argsort(rng.permutation(space.size)), space.groups)[: depth * space.groups]
+    early, late = (rng.permutation(part) for part in np.array_split(np.arange(space.size), 2))
+    from_early = min(depth // 2 + 1, depth, early.size)
+    return np.concatenate([early[:from_early], late[: depth - from_early]])
+
+
+def cast(example: Any, dtype: torch.dtype | None) -> Any:
+    """The example with its real numbers in this type."""
+    return tree_map_only(
+        torch.Tensor, lambda t: t.to(dtype) if dtype is not None and t.is_floating_point() else t, example
+    )
+
+
+def outputs(model: nn.Module, inputs: Any, visits: Visits) -> list[torch.Tensor]:
+    """The tensors that a model in eval mode returns; the modules it runs through join `visits`."""
+    with in_eval_mode(model), torch.no_grad(), watching_modules(model, visits):
+        return list(output_tensors(call(model, inputs)))
+
+
+def _compare(masked: list[torch.Tensor], small: list[torch.Tensor], tolerance: float) -> str:
+    if [t.shape for t in masked] != [t.shape for t in small]:
+        return (
+            f"a cut changes the output's shape from {[tuple(t.shape) for t in masked]} to"
+            f" {[tuple(t.shape) for t in small]}"
+        )
+    pairs = [(a, b) for a, b in zip(masked, small, strict=True) if a.is_floating_point() and a.numel()]
+    if not pairs:
+        return "the output on the example holds no real numbers, so a cut cannot be checked"
+    for a, b in pairs:
+        if not a.isfinite().all():
+            return "the output on the example is not finite, so a cut cannot be checked"
+        difference, scale = float((a - b).abs().max()), float(a.abs().max())
+        if not difference <= tolerance * scale:
+            return f"mask and cut differ by {difference:.2g} where the output is {scale:.2g}"
+    return ""
+
+
+def _close(masked: Sequence[torch.Tensor], small: Sequence[torch.Tensor]) -> bool:
+    """Whether outputs of the same shapes differ by no more than amplified rounding may."""
+    if [t.shape for t in masked] != [t.shape for t in small]:
+        return False
+    shares = _shares(masked, small)
+    return bool(shares) and all(share <= TREMOR for share in shares)
+
+
+def _rounding(masked: list[torch.Tensor], small: list[torch.Tensor], shaken: list[torch.Tensor]) -> bool:
+    """Whether mask and cut differ far less than a mask with shaken weights differs from the mask."""
+    pairs = zip(_shares(masked, small), _shares(masked, shaken), strict=True)
+    return all(found <= max(floor / 10, 1e-9) for found, floor in pairs)
+
+
+def _shares(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> list[float]:
+    """The largest difference of each pair of outputs, as a share of the largest number."""
+    return [
+        float((x - y).abs().max() / x.abs().max())
+        for x, y in zip(a, b, strict=True)
+        if x.is_floating_point() and x.numel()
+    ]
+
+
+def _shaken(weights: Change) -> Change:
+    """The weights, each changed by a tiny share of itself up or down."""
+
+    def change(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = weights(name, tensor)
+        if not tensor.is_floating_point():
+            return tensor
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + 1)
+        up = torch.randint(0, 2, tensor.shape, generator=generator).to(tensor) * 2 - 1
+        return tensor * (1 + SHAKE * up)
+
+    return change
