@@ -1,10 +1,11 @@
 """Which library cuts which model right: fairpruner, Torch-Pruning 1.6.1 and network-pruner 2.16.
 
-Random weights, float64, CPU. Up to 12 groups of channels per model, spread over its depth. Of each group a
-random quarter is removed. "Right": the smaller model gives the output of the original whose quarter is
-zeroed. "Wrong": it runs and gives another output. "Failed": an exception. Groups that a LayerNorm or the
-output mixes are left out: removing is not zeroing there. network-pruner chooses its channels itself, so
-only whether it runs, and whether the scored model keeps its weights and statistics, is recorded.
+Random weights, float64, CPU. Up to 12 groups of channels per model, from the largest on (a residual stream)
+to the smallest. Of each group a random quarter is removed. "Right": the smaller model gives the output of
+the original whose quarter is zeroed. "Wrong": it runs and gives another output. "Failed": an exception.
+Groups that a LayerNorm or the output mixes are left out: removing is not zeroing there. network-pruner
+chooses its channels itself, so only whether it runs, and whether the scored model keeps its weights and
+statistics, is recorded.
 
 The peers are installed into benchmarks/.peers. Each case runs in a process of its own, for at most two
 minutes of processor time.
@@ -20,7 +21,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,9 @@ def logits(model: nn.Module, example: Any) -> torch.Tensor:
     return output if isinstance(output, torch.Tensor) else output.logits
 
 
-def spread(items: list[Any]) -> list[Any]:
-    """At most `GROUPS` of the items, at even distances."""
+def spread(items: list[Any], size: Callable[[Any], int]) -> list[Any]:
+    """At most `GROUPS` of the items at even distances from the largest on, such as a residual stream."""
+    items = sorted(items, key=size, reverse=True)
     step = max(1, len(items) / GROUPS)
     return [items[int(i * step)] for i in range(min(GROUPS, len(items)))]
 
@@ -84,7 +86,7 @@ def by_fairpruner(name: str) -> Row:
     spaces = fp.discover(model, example)
 
     def outcomes() -> Iterator[tuple[str, str]]:
-        for space in spread(list(spaces)):
+        for space in spread(list(spaces), lambda space: len(space.slices)):
             block = space.size // space.groups  # units of a group; each loses equally many
             lost = max(block // 4 // space.multiple, 1) * space.multiple
             if lost >= block or space.size - lost * space.groups < space.min_keep:
@@ -109,11 +111,11 @@ def by_torch_pruning(name: str) -> Row:
     model, example = build(name)
     paths = {module: path for path, module in model.named_modules()}
     graph = tp.DependencyGraph().build_dependency(model, example)
-    roots = [paths[group[0].dep.target.module] for group in graph.get_all_groups()]
+    groups = {paths[group[0].dep.target.module]: len(group) for group in graph.get_all_groups()}
     whole = logits(model, example)
 
     def outcomes() -> Iterator[tuple[str, str]]:
-        for path in spread(roots):
+        for path in spread(list(groups), groups.__getitem__):
             cut, masked = copy.deepcopy(model), copy.deepcopy(model)
             try:
                 graph = tp.DependencyGraph().build_dependency(cut, example)
@@ -187,13 +189,20 @@ TOOLS = {
 }
 
 
-QUICK = ("CIFAR ResNet-56, option A", "chunk and concatenation (C2f)", "channel shuffle", "PixelShuffle")
+SMALL = (
+    "CIFAR ResNet-56, option A",
+    "chunk and concatenation (C2f)",
+    "channel shuffle",
+    "PixelShuffle",
+    "functional convolution",
+    "convolution and LSTM",
+)
 
 
 def cases(quick: bool) -> Iterator[Row]:
     """Small models first."""
-    others = [] if quick else [name for name in reversed(MODELS) if name not in QUICK]
-    for name in (*QUICK, *others):
+    others = (name for name in MODELS if name not in SMALL)
+    for name in SMALL[:4] if quick else (*SMALL, *others):
         for tool in TOOLS:
             yield {"model": name, "library": tool}
 
