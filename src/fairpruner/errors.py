@@ -47,7 +47,7 @@ def another_model(opening: str, found: str, expected: str, step: str) -> Fairpru
 
 
 def is_whole_number(value: object, at_least: int) -> bool:
-    """Whether a value is an integer, of Python or numpy, that is not below `at_least`; a bool is none.
+    """Whether a value is an integer, of Python or numpy, that is not below `at_least`; a bool is not.
 
     >>> is_whole_number(3, at_least=1), is_whole_number(True, at_least=1), is_whole_number(2.0, at_least=1)
     (True, False, False)

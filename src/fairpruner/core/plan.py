@@ -147,7 +147,7 @@ def _latency(claimed: Any) -> dict[str, float]:
 def _unit(space: str, given: Any) -> int:
     """A unit's index from an integer of Python, numpy or torch."""
     try:
-        number = None if isinstance(given, bool) else index(given)
+        number = None if isinstance(given, (bool, np.bool_)) else index(given)
     except TypeError:
         number = None
     if number is None:

@@ -92,6 +92,7 @@ def _relative(mine: Tensor, theirs: Tensor, batch: Batch, block: str) -> Tensor:
 def _learning(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """Inside, all parameters require gradients, also frozen ones; afterwards this is restored."""
     before = [p.requires_grad for p in parameters]
+    torch.clear_autocast_cache()  # torch 2.7 keeps copies of weights that were cast without gradients
     try:
         for parameter in parameters:
             parameter.requires_grad_(True)

@@ -157,6 +157,7 @@ class Calibration:
 
     def _forward(self, batch: Batch, signals: Sequence[RunningSignal], info: BatchInfo) -> _ForwardPass:
         """Run the model on a batch and show the activations to the signals."""
+        torch.clear_autocast_cache()  # torch 2.7 keeps copies of weights that were cast without gradients
         feed = SignalFeed(batch, self._labels.of(batch), signals)
         gates: list[GateInput] = []
         routing: list[RouterOutput] = []

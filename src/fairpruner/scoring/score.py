@@ -19,6 +19,7 @@ from fairpruner.models.attention import plain_attention
 from fairpruner.models.calling import evaluating
 from fairpruner.models.devices import device_of_model
 from fairpruner.models.supported import check_has_numbers
+from fairpruner.scoring.calibration import Calibration
 from fairpruner.scoring.feeding import RunningSignal
 from fairpruner.scoring.gradients import only_gradients_of
 from fairpruner.scoring.noise import warn_of_noise
@@ -96,23 +97,44 @@ def score(
             plain_attention(model),
             only_gradients_of(model, calibration.weights),
         ):
-            with progress("scoring", data) as advance:
-                shown = processes.share(batches) if calibration.needs_data else iter(())
-                samples = _pass(calibration.step, shown, signals, advance)
-            if processes.size > 1:
-                samples = sum(processes.gathered(samples))
-            asking = asking_again(signals, processes, rereadable)
-            while asking:
-                with progress("scoring, once more", data) as advance:
-                    again = processes.share(read_batches(data, device, model))
-                    _pass(calibration.show_activations, again, asking, advance)
-                asking = asking_again(asking, processes, rereadable)
+            samples = _passes(
+                calibration,
+                signals,
+                data,
+                processes=processes,
+                first=batches,
+                read=lambda: read_batches(data, device, model),
+            )
         with torch.autocast(device.type, enabled=False):
             results = {side: results_of(of_side) for side, of_side in running.items()}
     settings = settings_of(objective, seed, results if None in asked.values() else None)
     scores = scores_of(spaces, results, samples, {**settings, "groups": groups})
     warn_of_noise(scores)
     return scores
+
+
+def _passes(
+    calibration: Calibration,
+    signals: Sequence[RunningSignal],
+    data: Iterable[Any],
+    *,
+    processes: Processes,
+    first: Iterator[Batch],
+    read: Callable[[], Iterator[Batch]],
+) -> int:
+    """Show the data to all signals, and again to those that ask for it; the number of samples."""
+    rereadable = not isinstance(data, Iterator)
+    with progress("scoring", data) as advance:
+        batches = processes.share(first) if calibration.needs_data else iter(())
+        samples = _pass(calibration.step, batches, signals, advance)
+    if processes.size > 1:
+        samples = sum(processes.gathered(samples))
+    asking = asking_again(signals, processes, rereadable)
+    while asking:
+        with progress("scoring, once more", data) as advance:
+            _pass(calibration.show_activations, processes.share(read()), asking, advance)
+        asking = asking_again(asking, processes, rereadable)
+    return samples
 
 
 def _pass(
