@@ -6,15 +6,17 @@ python docs/prunable.py
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
 INTRODUCTION = """# What can be pruned
-
-`python benchmarks/zoo.py` tries every model below, each in a separate process: it finds what can be removed, removes 40 % of each space at random, and saves and loads the smaller model. `python docs/prunable.py` writes this page from its results. All weights are random. The models of Hugging Face, of diffusers and those with experts are small versions, built from their configurations; of every family of timm, the smallest model is used. Full-size models have other widths, but the same parts can be removed.
+"""
+METHOD = """
+`python benchmarks/zoo.py` tries every model below, each in a separate process: it finds what can be removed, removes 40 % of each space at random, and saves and loads the smaller model. `python docs/prunable.py` writes this page from its results. All weights are random. The models of Hugging Face, of diffusers and those with experts are small versions, built from their configurations; of every family of timm, the smallest model is used. Full-size models have other widths, but the same parts can be removed. The models of Torch-Pruning's own test of torchvision are among those of torchvision.
 
 - A *channel* is one output of a convolution, with everything that reads it.
 - A *hidden* unit is one neuron between two linear maps; in a gated MLP, the same unit of gate, up and down together.
@@ -28,11 +30,28 @@ The columns:
 
 - *found*: units by kind, and in how many spaces.
 - *FLOPs kept*: the share of multiply-accumulates that is left after 40 % of each space was removed.
-- *equal*: zeroing the removed units and cutting them give the same output in float64 with random weights (to 1e-8; to 1e-4 for a model that only runs in float32), and params and FLOPs are as predicted. FLOPs are those of the example: a detector does more work where it finds more boxes, so for it they are an estimate, and a difference is written out.
+- *equal*: zeroing the removed units and cutting them give the same output in float64 with random weights (to 1e-8; to 1e-4 for a model that only runs in float32, or that amplifies rounding), and params and FLOPs are as predicted. FLOPs are those of the example: a detector does more work where it finds more boxes, so for it they are an estimate, and a difference is written out.
 - *saved*: a new process loads the cut model and computes the same.
-- *seconds*: of processor time for discovery, with its check, and how many forward passes over the same example take as long.
-- *left out*: how many names, besides those that reach the output.
+- *discovery*: processor seconds, with its check, and how many forward passes over the same example take as long.
+- *left out*: the number of names, besides those that reach the output, and why, in these words:
 """
+# The beginning of a reason -> the words for it in the tables, and what they mean.
+REASONS = {
+    "a norm, a softmax or a shared size": ("tied", "a norm, a softmax or a shared size mixes all channels"),
+    "shared by": ("shared", "a weight that all units share, such as a norm inside every head"),
+    "a cut model cannot run": ("fixed size", "the model's code fixes this size, so a cut model cannot run"),
+    "a cut changes the output's shape": ("fixed size", ""),
+    "meets a size": ("fixed size", ""),
+    "mask and cut differ": ("not exact", "zeroing and removing give different outputs"),
+    "the example does not use it": ("unused", "the example does not use it"),
+    "no weight reads it": ("not read", "no weight reads it"),
+    "chooses places": ("places", "its numbers choose places in other tensors"),
+    "written in place": ("in place", "written into a part of another tensor"),
+    "passes through": ("no rule", "it passes through an operation that discovery does not follow"),
+    "it is normalised": ("normalised", "the weight is normalised in every forward pass"),
+    "routing needs": ("routing", "routing needs all of these experts"),
+    "the model is random": ("random", "the model draws random numbers in eval mode"),
+}
 TITLES = {
     "topologies": "Topologies",
     "torchvision": "torchvision, classification",
@@ -46,68 +65,109 @@ TITLES = {
     "ultralytics": "Ultralytics",
     "graphs": "PyTorch Geometric",
 }
-HEAD = ("model", "example", "found", "FLOPs kept", "equal", "saved", "seconds", "left out")
+HEAD = ("model", "example", "found", "FLOPs kept", "equal", "saved", "discovery", "left out")
+COUNTS = (
+    "",
+    "models",
+    "cut",
+    "equal",
+    "saved",
+    "lose at least 30 % of FLOPs",
+    "nothing to prune",
+    "error",
+    "slow",
+)
 
 
 def page(rows: dict[str, Any], names: dict[str, str]) -> str:
     """The whole page; `names` are timm's families and the model that stands for each."""
-    lines = [INTRODUCTION, *_summary(rows)]
-    for group, title in TITLES.items():
-        mine = {
-            path.partition("/")[2]: row for path, row in sorted(rows.items()) if path.startswith(f"{group}/")
-        }
-        if mine:
-            lines += ["", f"## {title}", "", _line(HEAD), _line(["---"] * len(HEAD))]
-            lines += [
-                _line(_cells(names.get(name, name) if group == "timm" else name, row))
-                for name, row in mine.items()
-            ]
+    groups = {
+        group: {path.partition("/")[2]: row for path, row in sorted(rows.items()) if _group(path) == group}
+        for group in TITLES
+    }
+    groups = {group: mine for group, mine in groups.items() if mine}
+    lines = [INTRODUCTION, *_table(COUNTS, [*_counts(groups)])]
+    lines += ["", "*slow*: discovery takes longer than both 5 processor seconds and 40 forward passes."]
+    lines += [METHOD, *_legend()]
+    for group, mine in groups.items():
+        titles = names if group == "timm" else {}
+        cells = [_cells(titles.get(name, name), row) for name, row in mine.items()]
+        lines += ["", f"## {TITLES[group]}", "", *_table(HEAD, cells)]
     return "\n".join(lines) + "\n"
 
 
-def _summary(rows: dict[str, Any]) -> Iterator[str]:
-    cut = [row for row in rows.values() if "kept" in row]
-    timm = [row for path, row in rows.items() if path.startswith("timm/")]
-    enough = sum(row.get("kept", {"flops": 1})["flops"] <= 0.7 for row in timm)
-    slow = sum(
-        row["discovery_s"] > max(5, 40 * row["forward_s"]) for row in rows.values() if "discovery_s" in row
-    )
-    yield (
-        f"{len(rows)} models: {len(cut)} are cut, {sum(row['equal'] for row in cut)} of them equal and"
-        f" {sum(row['saved'] for row in cut)} saved; in {sum('nothing' in row for row in rows.values())} there is"
-        f" nothing to prune, and {sum('crash' in row for row in rows.values())} stop with an error. Of"
-        f" {len(timm)} families of timm, {enough} lose at least 30 % of their FLOPs. Discovery takes longer than"
-        f" both 5 seconds and 40 forward passes for {slow} models."
-    )
+def _group(path: str) -> str:
+    return path.partition("/")[0]
+
+
+def _counts(groups: dict[str, dict[str, Any]]) -> Iterator[list[str]]:
+    """One line of counts for each group, and one for all."""
+    for group, mine in groups.items():
+        yield [TITLES[group], *map(str, _count(list(mine.values())))]
+    yield ["all", *map(str, _count([row for mine in groups.values() for row in mine.values()]))]
+
+
+def _count(rows: list[dict[str, Any]]) -> list[int]:
+    cut = [row for row in rows if "kept" in row]
+    return [
+        len(rows),
+        len(cut),
+        sum(row["equal"] for row in cut),
+        sum(bool(row["saved"]) for row in cut),
+        sum(row["kept"]["flops"] <= 0.7 for row in cut),
+        sum("nothing" in row for row in rows),
+        sum("crash" in row for row in rows),
+        sum(row["discovery_s"] > max(5, 40 * row["forward_s"]) for row in rows if "discovery_s" in row),
+    ]
+
+
+def _legend() -> Iterator[str]:
+    yield from (f"    - *{word}*: {meaning};" for word, meaning in REASONS.values() if meaning)
 
 
 def _cells(name: str, row: dict[str, Any]) -> list[str]:
     if "crash" in row:
-        return [name, "", f"stops with {row['crash']}", "", "", "", "", ""]
-    seconds = f"{row['discovery_s']:.1f} ({row['discovery_s'] / row['forward_s']:.0f} passes)"
+        return [name, "", f"error: {row['crash'].splitlines()[0][:90]}", "", "", "", "", ""]
+    seconds = f"{row['discovery_s']:.1f} s, {row['discovery_s'] / row['forward_s']:.0f} passes"
     if "nothing" in row:
-        return [name, row["input"], "nothing", "100 %", "", "", seconds, row["nothing"].split(": ", 1)[1]]
+        reasons = Counter(
+            _word(part.split(": ", 1)[-1]) for part in row["nothing"].split(": ", 1)[1].split("; ")
+        )
+        reasons.pop("", None)
+        return [name, _example(row), "nothing", "100 %", "", "", seconds, ", ".join(reasons)]
     found = ", ".join(
         f"{units} {_plural(kind)} in {spaces}" for kind, (spaces, units) in row["found"].items()
     )
+    left_out: Counter[str] = Counter()
+    for reason, count in row["left_out"].items():
+        left_out[_word(reason)] += count
     return [
         name,
-        row["input"],
+        _example(row),
         found,
         f"{row['kept']['flops']:.0%}",
         "yes" if row["equal"] else _unequal(row),
-        "yes" if row["saved"] else row.get("load_error", "another output"),
+        "yes" if row["saved"] else row.get("load_error", "another output")[:90],
         seconds,
-        "; ".join(f"{count}x {reason}" for reason, count in _merged(row["left_out"]).items()) or "–",
+        ", ".join(f"{count} {word}" for word, count in left_out.items()) or "–",
     ]
 
 
-def _merged(reasons: dict[str, int]) -> Counter[str]:
-    """Reasons without the messages of torch, so that equal ones are counted together."""
-    total: Counter[str] = Counter()
-    for reason, count in reasons.items():
-        total[reason.split(": ")[0]] += count
-    return total
+def _word(reason: str) -> str:
+    """The short word for a reason; nothing for units that reach the output."""
+    if reason.startswith("like "):
+        reason = reason.split(", ", 1)[1]
+    if reason.startswith("reaches the model's output"):
+        return ""
+    return next((word for start, (word, _) in REASONS.items() if reason.startswith(start)), reason[:40])
+
+
+def _example(row: dict[str, Any]) -> str:
+    """The example without its types: 1×3×64×64, or the names of the arguments."""
+    shape = re.fullmatch(r"\w+\[([\d, ]+)\]", row["input"])
+    if shape:
+        return shape[1].replace(", ", "×")
+    return ", ".join(re.findall(r"(\w+):", row["input"])) or row["input"]
 
 
 def _unequal(row: dict[str, Any]) -> str:
@@ -120,7 +180,11 @@ def _plural(kind: str) -> str:
     return "hidden units" if kind == "hidden" else f"{kind}s"
 
 
-def _line(cells: Any) -> str:
+def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
+    return [_line(head), _line(["---"] * len(head)), *map(_line, lines)]
+
+
+def _line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
 
 

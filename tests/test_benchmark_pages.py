@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import re
 import sys
@@ -28,6 +29,19 @@ SHOWN = [
 
 def test_the_documents_show_benchmarks() -> None:
     assert {"summary", "default", "latency"} <= {name for name, _ in SHOWN} <= set(pages.titles())
+
+
+def test_the_page_of_models_is_made_of_the_rows_of_the_zoo() -> None:
+    spec = importlib.util.spec_from_file_location("prunable", ROOT / "docs" / "prunable.py")
+    assert spec is not None
+    assert spec.loader is not None
+    prunable = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(prunable)
+    results = ROOT / "benchmarks" / "results"
+    rows = json.loads((results / "zoo.json").read_text(encoding="utf-8"))["rows"]
+    names = json.loads((results / "zoo_timm.json").read_text(encoding="utf-8"))
+    shown = (ROOT / "docs" / "prunable.md").read_text(encoding="utf-8")
+    assert shown == prunable.page(rows, names)
 
 
 @pytest.mark.parametrize(("name", "document"), SHOWN, ids=[name for name, _ in SHOWN])

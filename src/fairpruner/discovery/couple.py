@@ -11,7 +11,7 @@ from fairpruner.core.units import Count, Slice, UnitSpace
 
 
 def couple(spaces: Sequence[UnitSpace]) -> list[tuple[UnitSpace, list[str]]]:
-    """(coupled space, names of its parts) for each set of equally wide spaces with the same producer.
+    """(coupled space, names of its parts) for each set of spaces that own equal parts of one producer.
 
     A block that splits its input into halves works as long as both halves lose the same number of units. So
     unit j of the coupled space consists of the j-th unit of every part. A part with more units, such as one
@@ -27,9 +27,11 @@ def couple(spaces: Sequence[UnitSpace]) -> list[tuple[UnitSpace, list[str]]]:
 
 
 def _fit(a: UnitSpace, b: UnitSpace) -> bool:
-    """Whether the units of one space can be dealt out evenly to those of the other, in parts equally wide."""
+    """Whether spaces have the same number of units, or parts of the same width whose units can be dealt out
+    evenly.
+    """
     widths = {np.count_nonzero((s.slices_of("write") or s.slices)[0].owner >= 0) for s in (a, b)}
-    return len(widths) == 1 and max(a.size, b.size) % min(a.size, b.size) == 0
+    return a.size == b.size or (len(widths) == 1 and max(a.size, b.size) % min(a.size, b.size) == 0)
 
 
 def _dealt_out(space: UnitSpace, size: int) -> UnitSpace:
