@@ -90,7 +90,7 @@ def blocks_too(setting: Setting, share: float) -> nn.Module:
     scores = setting.scores(["surgeon"], ("hidden", "head", "block"))
     plan = fp.allocate(scores, keep=setting.budget(share), rule="global", exact=True)
     small = fp.cut(setting.model, plan)
-    return fp.repair(small, setting.model, plan, setting.data, method="sequential")
+    return fp.repair(small, setting.model, plan, setting.data, method=["least_squares", "sequential"])
 
 
 def blocks_alone(setting: Setting, share: float) -> nn.Module:
@@ -98,7 +98,7 @@ def blocks_alone(setting: Setting, share: float) -> nn.Module:
     scores = setting.scores(["influence"], ("block",))
     plan = fp.allocate(scores, keep=setting.budget(share), rule="global")
     small = fp.cut(setting.model, plan)
-    return fp.repair(small, setting.model, plan, setting.data, method="sequential")
+    return fp.repair(small, setting.model, plan, setting.data, method=["least_squares", "sequential"])
 
 
 def default(setting: Setting, share: float) -> nn.Module:
@@ -109,7 +109,7 @@ def default(setting: Setting, share: float) -> nn.Module:
 
 
 WAYS: dict[str, Way] = {
-    "fairpruner: surgeon, global + sequential": BySignal("surgeon", "global", ("sequential",)),
+    "fairpruner: surgeon, global + least_squares": BySignal("surgeon", "global", ("least_squares",)),
     "magnitude": by_peer("magnitude", "uniform"),
     "Taylor, global (LLM-Pruner)": by_peer("element_taylor", "global"),
     "FLAP": peers.flap,
@@ -117,15 +117,15 @@ WAYS: dict[str, Way] = {
     "ShortGPT": peers.shortgpt,
     "fairpruner: default": default,
     "fairpruner: surgeon, global": BySignal("surgeon", "global"),
-    "fairpruner: surgeon, blocks too, global + sequential": blocks_too,
-    "fairpruner: blocks by influence + sequential": blocks_alone,
+    "fairpruner: surgeon, blocks too, global + repair": blocks_too,
+    "fairpruner: blocks by influence + repair": blocks_alone,
     **{
-        f"fairpruner: {signal}, {rule} + sequential": BySignal(signal, rule, ("sequential",))
+        f"fairpruner: {signal}, {rule} + least_squares": BySignal(signal, rule, ("least_squares",))
         for signal in SIGNALS
         for rule in ("global", "tod", "uniform")
         if (signal, rule) != ("surgeon", "global")
     },
-    "fairpruner: surgeon, global + least_squares": BySignal("surgeon", "global", ("least_squares",)),
+    "fairpruner: surgeon, global + sequential": BySignal("surgeon", "global", ("sequential",)),
 }
 
 

@@ -3,13 +3,13 @@
 python examples/llm.py MODEL CALIBRATION.txt HELD_OUT.txt [KEEP]
 
 MODEL is a folder or hub name. CALIBRATION is a text for scores and repair, HELD_OUT another one for the
-perplexity. KEEP is the share of all parameters to keep.
+perplexity. KEEP is the share of the parameters outside of embeddings to keep. The smaller model is saved in
+the folder `pruned`. `fp.prune(model, data, keep=...)` searches for a better one, which takes longer.
 """
 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import fairpruner as fp
@@ -29,14 +29,12 @@ def main(place: str, calibration: str, held_out: str, keep: str = "0.8") -> None
 
     tokens = read_tokens(calibration, tokenizer)[: WINDOWS * LENGTH]
     data = [{"input_ids": window[None]} for window in tokens.split(LENGTH) if len(window) == LENGTH]
-    budget = fp.Budget("params", float(keep))
-    for kinds in (["hidden", "head"], ["block"]):
-        spaces = fp.discover(model, model.dummy_inputs, kinds=kinds)
-        plan = fp.allocate(fp.score(model, data, spaces=spaces), keep=budget)
-        small = fp.repair(fp.cut(model, plan), model, plan, data)
-        print(f"{' and '.join(kinds)}:", perplexity(small, judge, length=LENGTH), plan.kept)
-        if not Path(f"pruned-{kinds[0]}").exists():
-            fp.save(small, plan, f"pruned-{kinds[0]}", build=f"hf:{place}")
+    spaces = fp.discover(model, model.dummy_inputs, kinds=["hidden", "head"])
+    scores = fp.score(model, data, spaces=spaces, removal="surgeon")
+    plan = fp.allocate(scores, keep=fp.Budget("inner_params", float(keep)), rule="global", exact=True)
+    small = fp.repair(fp.cut(model, plan), model, plan, data, method="least_squares")
+    print("pruned:", perplexity(small, judge, length=LENGTH), plan.kept)
+    fp.save(small, plan, "pruned", build=f"hf:{place}")
 
 
 if __name__ == "__main__":

@@ -157,7 +157,7 @@ def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4000, before[1]))
-        with pytest.raises(fp.FairprunerError, match=r"cannot store original-0000.* continues from here"):
+        with pytest.raises(fp.FairprunerError, match=r"cannot take original-0000.* continues from here"):
             perplexity(streamed, torch.arange(3, 99).repeat(4), length=48)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -183,14 +183,14 @@ def test_what_cannot_be_streamed_is_refused_in_one_sentence(tmp_path: Path) -> N
     model = saved_model("llama", tmp_path / "whole")
     streamed = Streamed(f"hf:{tmp_path / 'whole'}", work=tmp_path / "work")
     spaces = fp.discover(model, token_batches()[0])
-    with pytest.raises(fp.FairprunerError, match="once for each unit cannot be used with --stream"):
+    with pytest.raises(fp.FairprunerError, match="once for each unit cannot be had with --stream"):
         fp.score(streamed, token_batches(), spaces=spaces, protection="deletion")
     with pytest.raises(fp.FairprunerError, match="expected a dict with input_ids"):
         fp.score(streamed, [batch["input_ids"] for batch in token_batches()], spaces=spaces)
     wide = fp.discover(model, token_batches()[0], kinds=["stream"])
     with pytest.raises(fp.FairprunerError, match="lies in several layers"):
         fp.score(streamed, token_batches(), spaces=wide)
-    with pytest.raises(fp.FairprunerError, match="not a folder of Hugging Face"):
+    with pytest.raises(fp.FairprunerError, match="no folder of Hugging Face"):
         Streamed("hf:nowhere")
     bert = transformers.BertForMaskedLM(
         transformers.BertConfig(
@@ -198,7 +198,7 @@ def test_what_cannot_be_streamed_is_refused_in_one_sentence(tmp_path: Path) -> N
         )
     )
     bert.save_pretrained(tmp_path / "bert")
-    with pytest.raises(fp.FairprunerError, match="not a causal language model"):
+    with pytest.raises(fp.FairprunerError, match="no causal language model"):
         Streamed(f"hf:{tmp_path / 'bert'}")
 
 

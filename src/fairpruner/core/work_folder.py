@@ -115,7 +115,6 @@ class WorkFolder:
         except OSError as error:
             again = "" if self._temporary else "; the same call then continues from here"
             raise FairprunerError(
-                f"The work folder {self.root} cannot store {stage}: {error}."
-                " Make room, or choose another work"
+                f"The work folder {self.root} cannot take {stage}: {error}. Make room, or choose another work"
                 f" folder{again}."
             ) from error

@@ -54,7 +54,7 @@ class _CheckInside(Check):
 
 
 class _Reached(Exception):
-    """Ends a forward pass when it reaches the module that is searched."""
+    """The pass has come to the module that was looked for."""
 
 
 def _call_of(check: Check, path: str, example: Any) -> tuple[str, tuple[Any, Any]]:

@@ -35,11 +35,11 @@ class Streamed:
     def __init__(
         self, source: str, *, work: str | Path | None = None, say: Callable[[str], None] = announce
     ) -> None:
-        """Open "hf:folder"; `say` is called with a sentence on the disk space that a call will take."""
+        """Open "hf:folder"; `say` is told in one sentence how much disk a call is going to take."""
         place = Path(place_of(source))
         if not is_source(source) or not place.is_dir():
             raise FairprunerError(
-                f"{source} is not a folder of Hugging Face: a model is read layer by layer from hf:FOLDER."
+                f"{source} is no folder of Hugging Face: a model is read layer by layer from hf:FOLDER."
             )
         check_indexes(place)
         self.source, self.place, self.say = source, place, say
@@ -50,8 +50,7 @@ class Streamed:
             compute_buffers(self.model)
         if not is_causal(self.model):
             raise FairprunerError(
-                f"{type(self.model).__name__} is not a causal language model:"
-                " load it, and leave out --stream."
+                f"{type(self.model).__name__} is no causal language model: load it, and leave out --stream."
             )
         check_is_plain(self.model, place)
         kept = getattr(self.model.config, "dtype", None)

@@ -16,15 +16,23 @@ from torch.utils.hooks import RemovableHandle
 
 from fairpruner.core.plan import Plan
 from fairpruner.inputs.batches import Batch, forward
+from fairpruner.inputs.tokens import real_tokens
 from fairpruner.models.calling import tensors_of
 from fairpruner.repair.tensors import kept_by_dim
 
 SAMPLES = 64  # that the models run on together, at most
+TOKENS = 2048  # the same for texts, whose logits take most memory
 MOST_HELD = 2**30  # bytes
 
 Outputs = dict[str, list[Tensor | None]]  # block -> its output tensors, call by call; None: not a target
 _Narrowed = tuple[int, Tensor] | None  # along which dim an output keeps which indices; None: it keeps all
 _Mark = tuple[tuple[tuple[int, ...], float], ...]
+
+
+def together(batch: Batch) -> int:
+    """How many samples of a batch the models run on together, at most."""
+    tokens = real_tokens(batch.inputs)
+    return SAMPLES if tokens is None else max(1, TOKENS // tokens.shape[1])
 
 
 class Targets:
@@ -59,9 +67,9 @@ class Targets:
         """The targets of a whole batch from memory, if each belongs to a sample and there is room."""
         parts: list[Outputs] = []
         if self._narrowed is None:
-            few = batch.rows(0, SAMPLES)
+            few = batch.rows(0, together(batch))
             self._narrowed = self._compared(self._run(small, few), self._run(self._model, few))
-        for chosen in torch.arange(batch.size).split(SAMPLES) if self._room else ():
+        for chosen in torch.arange(batch.size).split(together(batch)) if self._room else ():
             outputs = self._wanted(batch.some(chosen))
             of_samples = all(t.ndim and len(t) == len(chosen) for t in _distinct(outputs))
             if not of_samples or _bytes(outputs) * batch.size // len(chosen) > self._room:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from fairpruner.inputs.batches import Batch, forward
 from fairpruner.inputs.tokens import counted_rows
 from fairpruner.repair.notes import Note
-from fairpruner.repair.targets import SAMPLES, BlockOutputs, Outputs, Targets
+from fairpruner.repair.targets import BlockOutputs, Outputs, Targets, together
 
 EPOCHS = 10
 RATE = 1e-3  # of Adam at the start; it falls to zero along a cosine
@@ -33,7 +33,7 @@ def tune(
         return [Note("tune", "skipped", f"gradient steps need float32, found {', '.join(narrow)}")]
     parameters = [p for p in small.parameters() if p.is_floating_point()]
     optimizer = torch.optim.Adam(parameters, RATE)
-    steps = epochs * sum(math.ceil(batch.size / SAMPLES) for batch in read())
+    steps = epochs * sum(math.ceil(batch.size / together(batch)) for batch in read())
     done = 0
     with torch.enable_grad(), _learning(parameters), BlockOutputs(small, targets.blocks) as given:
         for batch, chosen in _parts(read, epochs):
@@ -57,11 +57,11 @@ def narrow_types(model: nn.Module) -> list[str]:
 
 
 def _parts(read: Callable[[], Iterator[Batch]], epochs: int) -> Iterator[tuple[Batch, Tensor]]:
-    """Every batch of every epoch, with the indices of at most SAMPLES samples, in a new order each epoch."""
+    """Every batch of every epoch, with the indices of a few samples, in a new order each epoch."""
     for epoch in range(epochs):
         for batch in read():
             seed = torch.Generator().manual_seed(1_000_003 * epoch + batch.position)
-            for chosen in torch.randperm(batch.size, generator=seed).split(SAMPLES):
+            for chosen in torch.randperm(batch.size, generator=seed).split(together(batch)):
                 yield batch, chosen
 
 

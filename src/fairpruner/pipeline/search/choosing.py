@@ -63,7 +63,12 @@ class Search:
         if self.repair is not None:
             return tuple(self.repair)
         kinds = {space.kind for space in plan.spaces if plan.removed[space.name]}
-        return (*(["sequential"] if kinds - {"expert"} else []), *(["experts"] if "expert" in kinds else []))
+        dense = ["sequential"] if kinds - {"expert"} else []
+        if dense and self.task == "language":
+            # Few tokens of a text have huge activations, and a refit towards the whole stream follows them.
+            # It is kept for what nothing else repairs, and only if the loss does not rise.
+            dense = ["least_squares", *(["sequential"] if kinds & {"block", "stream"} else [])]
+        return (*dense, *(["experts"] if "expert" in kinds else []))
 
     def passes(self, plan: Plan, shares: int = SHARES) -> float:
         """The cost, in forward passes, of repairing a cut on these shares of the samples and judging it."""
@@ -139,6 +144,8 @@ class _Bench:
         """The candidates of step 3, the best first; steps 1 and 2 may each use a third of the passes left."""
         if self.search.repair is None and can_screen(candidates):
             candidates = self._from_sums(candidates, self.left / 3)[:SEMIFINALISTS]
+            if self.search.methods(candidates[0].plan) == ("least_squares",):
+                return list(candidates[:1])  # the sums already gave this repair
             shares = [FEW]
         else:
             shares = [SHARES // 2, SHARES // 4, SHARES // 8]
