@@ -203,15 +203,34 @@ def reestimated(model: nn.Module, data: Batches) -> nn.Module:
 
 
 def rows() -> list[Row]:
-    """The rows of this benchmark, and those that benchmarks/default.py measured at the same budgets."""
-    ours = runs.stored("cifar_peers")
-    known = {(row["keep"], row["draw"], row["way"]) for row in ours if row["library"] == "fairpruner"}
+    """The rows of this benchmark, and those of others with the same images and budgets."""
+    found = runs.stored("cifar_peers")
+    names = ("keep", "draw", "library", "way", "rule", "scope")
+    known = {tuple(row.get(name) for name in names) for row in found}
+    for row in (*_of_default(), *_of_signals()):
+        if row["keep"] in BUDGETS and tuple(row.get(name) for name in names) not in known:
+            found.append({**row, "library": "fairpruner"})
+    return found
+
+
+def _of_default() -> Iterator[Row]:
+    """The rows of benchmarks/default.py."""
     for row in pages.results("default").get("rows", []):
-        same = (row["part"], row.get("depth")) == ("default", 56) and row["keep"] in BUDGETS
-        if same and (row["keep"], row["draw"], row["way"]) not in known:
-            found = {"top1": None, "better": None, "top1" if row["way"] == "paper" else "better": row["top1"]}
-            ours.append({**row, "library": "fairpruner", **found})
-    return ours
+        if (row["part"], row.get("depth")) == ("default", 56):
+            accuracy = "top1" if row["way"] == "paper" else "better"
+            yield {**row, "top1": None, "better": None, accuracy: row["top1"]}
+
+
+def _of_signals() -> Iterator[Row]:
+    """The rows of benchmarks/cifar_resnet56.py: its draw of images is the first one here."""
+    stored = [row for row in pages.results("cifar_resnet56").get("rows", []) if row["depth"] == 56]
+    after = {(r["keep"], r["signal"], r["rule"]): r["top1"] for r in stored if r["repair"] == "sequential"}
+    for row in (row for row in stored if row["repair"] == "plain"):
+        key = row["keep"], row["signal"], row["rule"]
+        by_hand = key[1:] == ("reconstruction", "global")
+        way = {"way": "by hand"} if by_hand else {"way": row["signal"], "rule": row["rule"]}
+        same = {name: row[name] for name in ("keep", "baseline", "flops_kept", "top1")}
+        yield {**same, **way, "draw": 0, "better": after.get(key)}
 
 
 def page() -> str:

