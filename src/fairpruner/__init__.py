@@ -24,7 +24,7 @@ from fairpruner.measuring import Measurement, latency_table, measure
 from fairpruner.models.counting import count_flops, count_params
 from fairpruner.pipeline import prune
 from fairpruner.recovery import Epoch, Recipe, recover
-from fairpruner.repair import Note, Repaired, repair, repair_with_notes
+from fairpruner.repair import Note, Repaired, cut_files, repair, repair_with_notes
 from fairpruner.repair import Statistics as RepairStatistics
 from fairpruner.reporting import Report, report
 from fairpruner.scoring import signals
@@ -45,6 +45,7 @@ __all__ = [  # noqa: RUF022 (in the order of the pipeline)
     "mask",
     "repair",
     "repair_with_notes",
+    "cut_files",
     "recover",
     "prune",
     "compose",

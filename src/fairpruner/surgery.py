@@ -58,20 +58,26 @@ def cut_without_weights(model: nn.Module, plan: Plan, *, room: int) -> nn.Module
     """
     _check_fits(model, plan)
     small = cut_units(model, plan.spaces, plan.removed)
-    if plan.spaces.from_file and any(plan.removed.values()):
+    if _is_unverified(model, plan):
         examples = _examples(plan, torch.device("cpu"))
         _verify(model, plan, examples, room=room)
         _refuse(model, next(filter(None, (runs_without_numbers(model, small, e) for e in examples)), ""))
+        _VERIFIED[plan] = type(model)
     return small
 
 
 def _check(model: nn.Module, plan: Plan, example: Any) -> None:
     """Refuse a plan of another model, and verify a plan from a file."""
     _check_fits(model, plan)
-    if plan.spaces.from_file and any(plan.removed.values()) and _VERIFIED.get(plan) is not type(model):
+    if _is_unverified(model, plan):
         examples = _examples(plan, device_of_model(model)) if example is None else [example]
         _verify(model, plan, examples)
         _VERIFIED[plan] = type(model)
+
+
+def _is_unverified(model: nn.Module, plan: Plan) -> bool:
+    """Whether a plan is from a file, removes something, and was not verified in this process."""
+    return plan.spaces.from_file and any(plan.removed.values()) and _VERIFIED.get(plan) is not type(model)
 
 
 def _check_fits(model: nn.Module, plan: Plan) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
+from torch import nn
 from torch.utils.data import DataLoader
 
 import fairpruner as fp
@@ -20,11 +22,14 @@ from fairpruner.cli.common import (
     Model,
     Skip,
     Weights,
+    Work,
     app,
+    beside,
     is_first,
     parse_budget,
     parse_names,
     show,
+    streamed,
     trained,
 )
 from fairpruner.cli.outputs import MODEL_FOLDER, check_output
@@ -43,6 +48,7 @@ from fairpruner.pipeline import PRESETS
 from fairpruner.pipeline.search import EFFORT
 from fairpruner.recovery.recipe import OPTIMIZERS, SCHEDULES
 from fairpruner.repair import METHODS, Note
+from fairpruner.repair.streamed import RepairedTensors, repairing
 
 # The kinds of the demo's files.
 KINDS = {DATA: marks.DATA, WEIGHTS: marks.WEIGHTS, SCORES: "scores", PRUNED: MODEL_FOLDER}
@@ -78,8 +84,9 @@ Schedule = Annotated[
 
 @app.command(
     epilog=(
-        "Example: fairpruner cut net.py:build plan.json --weights net.safetensors --repair sequential --data"
-        " digits.npz -o small"
+        "Examples: fairpruner cut net.py:build plan.json --weights net.safetensors --repair sequential --data"
+        " digits.npz -o small; fairpruner cut hf:large plan.json --stream --repair least_squares --data"
+        " text.jsonl -o small"
     )
 )
 @reads_data
@@ -93,6 +100,7 @@ def cut(
     stream_files: Annotated[
         bool, typer.Option("--stream", help="Cut an hf: folder file by file, for a model larger than memory.")
     ] = False,
+    work: Work = None,
     max_shard_size: Annotated[
         str, typer.Option(help="Hugging Face models: the size of the largest file, such as 5GB.")
     ] = SHARD_SIZE,
@@ -105,21 +113,31 @@ def cut(
     check_output(output, MODEL_FOLDER, model, plan, weights, data, force=force)
     chosen = Plan.load(plan)
     if stream_files:
-        if not is_source(model) or repair or weights:
+        if not is_source(model) or weights:
             raise FairprunerError(
-                "--stream cuts the files of an hf: folder without building the model: leave out --weights and"
-                " --repair, or leave out --stream."
+                "--stream cuts the files of an hf: folder without building the model: leave out --weights, or"
+                " leave out --stream."
             )
-        stream(place_of(model), chosen, output, max_shard_size=max_shard_size, force=force)
-        show(show_plan(chosen, str(output)), as_json)
+        repaired: AbstractContextManager[RepairedTensors] = nullcontext(RepairedTensors({}, ()))
+        if repair:
+            large = streamed(model, beside(output, work), weights, device)
+            repaired = repairing(large, chosen, _samples(data_options, model, large.model, data), repair)
+        with repaired as found:
+            stream(
+                place_of(model),
+                chosen,
+                output,
+                max_shard_size=max_shard_size,
+                force=force,
+                changes=found.tensors,
+            )
+        show(show_plan(chosen, str(output), found.notes), as_json)
         return
     net = trained(model, weights, device)
     small = fp.cut(net, chosen)
     notes: tuple[Note, ...] = ()
     if repair:
-        if data is None:
-            raise FairprunerError(f"--repair {repair} needs samples: give --data.")
-        samples = data_options.read(model, net, data)
+        samples = _samples(data_options, model, net, data)
         small, notes = fp.repair_with_notes(small, net, chosen, samples, method=parse_names(repair))
     fp.save(small, chosen, output, build=model, max_shard_size=max_shard_size, force=force)
     show(show_plan(chosen, str(output), notes), as_json)
@@ -286,6 +304,13 @@ def demo(
         check_output(output / name, kind, force=force)
     torch.set_num_threads(1)  # for such small tensors, more threads are slower
     show(show_demo(run_demo(output, force=force), str(output)), as_json)
+
+
+def _samples(options: DataOptions, model: str, net: nn.Module, data: str | None) -> Iterable[Any]:
+    """The samples of a repair."""
+    if data is None:
+        raise FairprunerError("--repair needs samples: give --data.")
+    return options.read(model, net, data)
 
 
 def _for_training(batches: Iterable[Any], augment: str | None) -> Iterable[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from fairpruner.models.narrowing import kept_indices
 from fairpruner.models.transformers_private import note_conversions, used_conversions
 from fairpruner.surgery import cut_without_weights
 
+Changes = Mapping[str, Callable[[], torch.Tensor]]  # tensor of the cut model -> how to read it
 KeptIndices = Mapping[str, Mapping[int, Ints]]  # tensor -> dim -> the kept indices
 
 
@@ -35,13 +36,15 @@ def stream(
     *,
     max_shard_size: str | int = SHARD_SIZE,
     force: bool = False,
+    changes: Changes | None = None,
 ) -> None:
     """Write the same folder as `save(cut(model, plan))`, without loading the model in the folder `place`.
 
     The model is built on the meta device, without memory for its tensors. A plan from a file is verified
     with random weights, a few spaces at a time. Tensors are read from the safetensors files part by part (one
     tensor, or the experts of one block), cut, and written. About one file of `max_shard_size` is in memory.
-    `force` replaces a folder that `save` or `stream` wrote before.
+    `force` replaces a folder that `save` or `stream` wrote before. `changes` gives tensors of the cut model
+    that replace those of the files, after a repair.
     """
     place = Path(place)
     if is_at_or_below(place, folder):
@@ -67,16 +70,26 @@ def stream(
         copy_files(str(place), (GENERATION,), temporary)
         write_shards(
             temporary,
-            _pieces(model, small, parts, places, kept),
+            _in_files(small, _pieces(model, small, parts, places, kept), changes or {}),
             {**seal(plan), "streamed": True},
             size,
         )
 
 
+def _in_files(
+    small: Any, pieces: Iterable[dict[str, torch.Tensor]], changes: Changes
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors under the names that files use, some of them changed."""
+    for made in pieces:
+        for name in made.keys() & changes.keys():
+            made[name] = changes[name]().to(made[name].dtype)
+        yield from as_in_files(small, made).items()
+
+
 def _pieces(
     model: Any, small: Any, parts: list[ConvertedTensors], places: Mapping[str, Path], kept: KeptIndices
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of the smaller model one after the other, under the names that files use."""
+) -> Iterator[dict[str, torch.Tensor]]:
+    """The tensors of the smaller model, one part after the other."""
     shapes = {name: tensor.shape for name, tensor in small.state_dict().items()}
     missing = set(shapes)
     for part in parts:
@@ -88,7 +101,7 @@ def _pieces(
                 f" {list(shapes.get(wrong[0], ()))}: load the model, and cut it without --stream."
             )
         missing -= made.keys()
-        yield from as_in_files(small, made).items()
+        yield made
     tied = {
         id(tensor) for name, tensor in small.named_parameters(remove_duplicate=False) if name not in missing
     }

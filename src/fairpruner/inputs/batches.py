@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fairpruner.errors import FairprunerError
 from fairpruner.inputs.tokens import IGNORED, own_labels, targets_of
 from fairpruner.models.calling import call, describe, tensors_of
+from fairpruner.models.layer_stack import LayerCall
 
 BOXES = ("img", "batch_idx", "cls", "bboxes")  # the keys of a batch of Ultralytics
 LABEL_KEYS = ("labels", "label", "y", "target", "targets")
@@ -245,6 +246,8 @@ def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """The same structure with every tensor changed."""
     if isinstance(value, Tensor):
         return change(value)
+    if isinstance(value, LayerCall):
+        return value.mapped(change)
     if isinstance(value, Mapping):
         return {k: _map(v, change) for k, v in value.items()}
     if isinstance(value, (tuple, list)):

@@ -57,7 +57,7 @@ class CheckpointTensors:
         memo: dict[int, Any] = {}
         for name, parameter in module.named_parameters(prefix=prefix, remove_duplicate=False):
             if name in read:
-                memo[id(parameter)] = nn.Parameter(read.pop(name), requires_grad=False)
+                memo[id(parameter)] = nn.Parameter(read.pop(name), requires_grad=parameter.requires_grad)
         for name, buffer in module.named_buffers(prefix=prefix, remove_duplicate=False):
             if name in read:
                 memo[id(buffer)] = read.pop(name)

@@ -75,7 +75,7 @@ class Streamed:
     def shell(self) -> Shell:
         """All but the layers, with weights."""
         filled = self._tensors.filled(self._stubs, "", lambda name: self.layer_of(name) is None)
-        return Shell(filled, tuples=self._tuples)
+        return Shell(filled.requires_grad_(False), tuples=self._tuples)
 
     @contextmanager
     def only(self, number: int) -> Iterator[Any]:

@@ -45,6 +45,25 @@ class LayerCall:
                 return LayerCall(value, name, args, {k: v for k, v in kwargs.items() if k != name})
         raise FairprunerError(f"A layer was called with {describe((args, dict(kwargs)))}, expected a stream.")
 
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> LayerCall:
+        """The call with every tensor changed that has a dimension for texts."""
+
+        def changed(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return change(value) if value.ndim > 1 else value
+            if isinstance(value, Mapping):
+                return {key: changed(item) for key, item in value.items()}
+            if isinstance(value, (tuple, list)):
+                return type(value)(map(changed, value))
+            return value
+
+        return LayerCall(change(self.stream), self.place, changed(self.args), changed(self.kwargs))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerCall:
+        """A call whose stream a layer may overwrite."""
+        stream = self.stream.detach().clone().requires_grad_(self.stream.requires_grad)
+        return replace(self, stream=stream)
+
     def run(self, layer: nn.Module) -> Tensor:
         """The stream that the layer passes on."""
         if isinstance(self.place, int):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,33 +20,15 @@ from fairpruner.models.devices import device_of_model
 from fairpruner.models.fingerprint import check_same_model
 from fairpruner.models.narrowing import replaced_modules
 from fairpruner.models.supported import check_supported
-from fairpruner.repair.batchnorm import reestimate
-from fairpruner.repair.experts import refit_experts
 from fairpruner.repair.job import Job, first_batch
-from fairpruner.repair.least_squares import predict_removed
-from fairpruner.repair.merging import merge_experts
+from fairpruner.repair.methods import COMPARED, METHODS
 from fairpruner.repair.notes import Note, Repaired
-from fairpruner.repair.renormalising import renormalise
-from fairpruner.repair.sequential import refit
-from fairpruner.repair.statistics import JUDGES, Statistics
-from fairpruner.repair.targets import Targets
+from fairpruner.repair.statistics import Statistics
+from fairpruner.repair.streamed import cut_files
 from fairpruner.repair.tensors import kept_by_dim, tensors_by_name
-from fairpruner.repair.tuning import tune
 from fairpruner.terminal import progress
 
-__all__ = ["METHODS", "Note", "Repaired", "Statistics", "repair", "repair_with_notes"]
-
-METHODS: dict[str, Callable[[Job], list[Note]]] = {
-    **{name: partial(predict_removed, judge=judge) for name, judge in JUDGES.items()},
-    "sequential": refit,
-    "merge": merge_experts,
-    "experts": refit_experts,
-    "renormalise": renormalise,
-    "batchnorm": reestimate,
-    "tune": lambda job: tune(job.small, Targets(job.small, job.model, job.plan, job.read), job.read),
-}
-
-COMPARED = 200  # predictions on which the loss is compared
+__all__ = ["METHODS", "Note", "Repaired", "Statistics", "cut_files", "repair", "repair_with_notes"]
 
 
 @naming_dead_workers()
