@@ -152,7 +152,7 @@ def test_the_command_line_streams_and_replaces(qwen: tuple[Path, fp.Plan, Any], 
         assert same(small, fp.load(tmp_path / "small"))
     refused = CliRunner().invoke(app, [*command, "--force", "--repair", "sequential", "--data", "x.jsonl"])
     assert refused.exit_code == 1
-    assert "--stream cuts the files of an hf: folder without building the model" in refused.stderr
+    assert "'sequential' needs the whole model, which --stream does not load" in refused.stderr
 
 
 LIMITED = """

@@ -48,7 +48,7 @@ from fairpruner.pipeline import PRESETS
 from fairpruner.pipeline.search import EFFORT
 from fairpruner.recovery.recipe import OPTIMIZERS, SCHEDULES
 from fairpruner.repair import METHODS, Note
-from fairpruner.repair.streamed import RepairedTensors, repairing
+from fairpruner.repair.streamed import RepairedTensors, check_method, repairing
 
 # The kinds of the demo's files.
 KINDS = {DATA: marks.DATA, WEIGHTS: marks.WEIGHTS, SCORES: "scores", PRUNED: MODEL_FOLDER}
@@ -120,6 +120,7 @@ def cut(
             )
         repaired: AbstractContextManager[RepairedTensors] = nullcontext(RepairedTensors({}, ()))
         if repair:
+            check_method(repair)
             large = streamed(model, beside(output, work), weights, device)
             repaired = repairing(large, chosen, _samples(data_options, model, large.model, data), repair)
         with repaired as found:

@@ -20,6 +20,7 @@ def lively_weights(model: nn.Module, dtype: torch.dtype | None) -> Change:
     """Random tensors for a whole model.
 
     Matrices of the same fan-in are windows into one pool, so together they take the memory of the largest.
+    The matrices of a stack of experts are windows of their own, which overlap.
     """
     stacks = frozenset(_stacks(model))
     # An embedding with max_norm writes into its weight, so this weight must not be a part of the pool.
@@ -38,7 +39,7 @@ def lively_weights(model: nn.Module, dtype: torch.dtype | None) -> Change:
     starts = {name: APART * number for number, name in enumerate(matrices)}
     lengths: dict[tuple[int, torch.dtype, torch.device], int] = {}
     for name, kind in kinds.items():
-        lengths[kind] = max(lengths.get(kind, 0), starts[name] + matrices[name].numel())
+        lengths[kind] = max(lengths.get(kind, 0), starts[name] + _span(matrices[name], name in stacks))
     pools = {
         kind: (
             lively(
@@ -53,9 +54,17 @@ def lively_weights(model: nn.Module, dtype: torch.dtype | None) -> Change:
     def weights(name: str, tensor: torch.Tensor) -> torch.Tensor:
         if name not in matrices:
             return lively(name, tensor, dtype)
-        return pools[kinds[name]].narrow(0, starts[name], tensor.numel()).view(tensor.shape)
+        pool = pools[kinds[name]].narrow(0, starts[name], _span(tensor, name in stacks))
+        if name in stacks:
+            return pool.as_strided(tensor.shape, (APART, tensor.shape[2], 1))
+        return pool.view(tensor.shape)
 
     return weights
+
+
+def _span(matrix: torch.Tensor, stack: bool) -> int:
+    """How many numbers of a pool the windows of a parameter cover."""
+    return matrix[0].numel() + APART * (len(matrix) - 1) if stack else matrix.numel()
 
 
 def _stacks(model: nn.Module) -> Iterator[str]:

@@ -173,6 +173,8 @@ def _laid_out_as(tensor: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
     """`fresh` with its dimensions in the memory order of `tensor`: channels_last stays channels_last."""
     if 0 in tensor.stride():  # an expanded tensor has no memory order
         return fresh.contiguous()
+    if fresh.untyped_storage().nbytes() < fresh.nbytes:
+        return fresh  # overlapping windows, which stand for random weights
     strides, step = [0] * fresh.ndim, 1
     # From the fastest dimension to the slowest; of two equal strides, that of length 1 comes first.
     for dim in sorted(range(tensor.ndim), key=lambda dim: (tensor.stride(dim), tensor.shape[dim])):

@@ -64,6 +64,15 @@ def cut_files(
     return repaired.notes
 
 
+def check_method(method: str) -> None:
+    """Refuse a repair that does not work on one layer at a time."""
+    if method not in STREAMED:
+        raise FairprunerError(
+            f"The repair {method!r} needs the whole model, which --stream does not load: use one of"
+            f" {', '.join(STREAMED)}."
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class RepairedTensors:
     """The tensors that a repair changed, by name, and what it did to each weight."""
@@ -75,11 +84,7 @@ class RepairedTensors:
 @contextmanager
 def repairing(streamed: Streamed, plan: Plan, data: Iterable[Any], method: str) -> Iterator[RepairedTensors]:
     """Inside, the repaired tensors can be read from the work folder of a model."""
-    if method not in STREAMED:
-        raise FairprunerError(
-            f"The repair {method!r} needs the whole model, which --stream does not load: use one of"
-            f" {', '.join(STREAMED)}."
-        )
+    check_method(method)
     check_rereadable(data, "repair reads it several times")
     cut_without_weights(streamed.model, plan, room=ROOM)  # refuses a plan that is not this model's
     batches = list(read_batches(data, torch.device("cpu"), streamed.model))
