@@ -157,7 +157,7 @@ def test_every_cut_is_repaired() -> None:
     assert not same(small, fp.cut(model, plan))
     assert same(
         small,
-        fairpruner.pipeline.mend(
+        fairpruner.pipeline.repair_cut(
             fp.cut(model, plan), model, plan, data, method=("least_squares", "batchnorm")
         ),
     )
