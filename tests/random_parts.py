@@ -353,6 +353,61 @@ class Dispatched(nn.Module):
         return x + added.reshape(x.shape[0], SIZE, SIZE, -1).permute(0, 3, 1, 2)
 
 
+class Sampled(nn.Module):
+    """Pixels read between pixels, at places that the channels themselves choose or that are fixed."""
+
+    def __init__(self, width: int, size: int) -> None:
+        super().__init__()
+        self.conv, self.leave = nn.Conv2d(width, size, 1), nn.Conv2d(size, width, 1)
+        self.offset = nn.Conv2d(width, 2, 1) if size % 2 else None
+        steps = torch.linspace(-1, 1, SIZE)
+        self.register_buffer("grid", torch.stack(torch.meshgrid(steps, steps, indexing="xy"), -1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        grid = self.grid.to(x.dtype).expand(x.shape[0], -1, -1, -1)
+        if self.offset is not None:
+            grid = grid + 0.3 * self.offset(x).tanh().permute(0, 2, 3, 1)
+        return x + self.leave(F.grid_sample(self.conv(x).relu(), 0.9 * grid, align_corners=False))
+
+
+class Messages(nn.Module):
+    """Pixels as nodes of a graph: each sums or maximises what its neighbours send."""
+
+    def __init__(self, width: int, size: int) -> None:
+        super().__init__()
+        self.send, self.receive = nn.Linear(2 * width, size), nn.Linear(size, width)
+        self.largest = size % 3 == 0
+        self.register_buffer("edges", torch.randint(SIZE * SIZE, (2, 60)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        nodes = x.flatten(2).transpose(1, 2)  # [batch, pixels, width]
+        source, target = self.edges
+        sent = F.relu(self.send(torch.cat([nodes[:, source], nodes[:, target]], 2)))
+        where = target[None, :, None].expand_as(sent)
+        zeros = sent.new_zeros(*nodes.shape[:2], sent.shape[2])
+        if self.largest:
+            found = zeros.scatter_reduce(1, where, sent, "amax")
+        else:
+            found = zeros.scatter_add(1, where, sent)
+        return x + self.receive(found).transpose(1, 2).view_as(x)
+
+
+class Assembled(nn.Module):
+    """Results written into the slices of one tensor, instead of a concatenation."""
+
+    def __init__(self, width: int, size: int) -> None:
+        super().__init__()
+        self.one, self.two = nn.Conv2d(width, size, 1), nn.Conv2d(width, size + 1, 3, padding=1)
+        self.leave = nn.Conv2d(2 * size + 1, width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, two = self.one(x), self.two(x)
+        split = one.shape[1]
+        both = x.new_empty(x.shape[0], split + two.shape[1], SIZE, SIZE)
+        both[:, :split], both[:, split:] = one, two.sigmoid()
+        return self.leave(both)
+
+
 def _line(*modules: nn.Module) -> nn.Module:
     return nn.Sequential(*modules)
 
@@ -381,6 +436,9 @@ MAP_PARTS: dict[str, Callable[[int, int], nn.Module]] = {
     "softmaxed": Softmaxed,
     "condensed": Condensed,
     "dispatched": Dispatched,
+    "sampled": Sampled,
+    "messages": Messages,
+    "assembled": Assembled,
     "channel_shuffle": lambda width, _: _line(
         nn.Conv2d(width, width, 1), nn.ChannelShuffle(2), nn.Hardtanh()
     ),

@@ -94,6 +94,32 @@ def test_an_output_of_whole_numbers_or_of_none_proves_nothing(form: Callable[...
         fp.discover(Returning(form), torch.randn(3, 4))
 
 
+def test_an_output_of_zeros_proves_nothing() -> None:
+    with pytest.raises(fp.FairprunerError, match="output on the example is zero, so a cut cannot be checked"):
+        fp.discover(Returning(lambda logits, _: logits * 0), torch.randn(3, 4))
+
+
+def test_a_sparse_output_is_compared() -> None:
+    assert fp.discover(Returning(lambda y, _: y.to_sparse()), torch.randn(3, 4)).names == ("one", "two")
+
+
+READS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "a number": lambda logits, feature: logits * (1 + float(feature[0, 2])),
+    "a branch": lambda logits, feature: logits if feature[0, 2] > 0.3 else 2 * logits,
+    "an array": lambda logits, feature: logits * (1 + float(feature.numpy()[0, 2])),
+    "a list": lambda logits, feature: logits * (1 + feature.tolist()[0][2]),
+    "an array beside the logits": lambda logits, feature: (logits, feature.numpy()),
+}
+
+
+@pytest.mark.parametrize("form", READS)
+def test_a_unit_whose_numbers_python_code_reads_stays(form: str) -> None:
+    """It is read by its place, so the units beside it stay too. Verification would see some of this only."""
+    spaces = fp.discover(Returning(READS[form]), torch.randn(3, 4))
+    assert spaces.names == ("one",)
+    assert spaces.left_out["two"] == "is read as a number by Python code"
+
+
 class TwoBranches(nn.Module):
     """Short inputs go through `short`, long ones through `long`, [batch, 4 or 6] -> [batch, 2]."""
 

@@ -40,6 +40,16 @@ def quantized() -> nn.Module:
     return torch.ao.quantization.quantize_dynamic(plain(), {nn.Linear})
 
 
+def compiled() -> Any:
+    return torch.compile(plain(), backend="eager")
+
+
+def sparse() -> nn.Module:
+    model = plain()
+    model[0].weight = nn.Parameter(model[0].weight.detach().to_sparse(), requires_grad=False)
+    return model
+
+
 def lazy() -> nn.Module:
     return nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.Linear(8, 2))
 
@@ -51,6 +61,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "exported": (exported, r"The model \(ExportedProgram\) is an exported graph"),
     "exported module": (lambda: exported().module(), r"is an exported graph"),
     "quantized": (quantized, r"The model's '0' \(Linear\) is quantized: .* Prune the model before"),
+    "compiled": (compiled, r"The model \(OptimizedModule\) is compiled, .* Give the module it was made from"),
+    "sparse": (sparse, r"The model's '0' \(Linear\) has a sparse tensor weight, .* Make it dense"),
     "lazy": (lazy, r"The model's '0' \(LazyLinear\) is lazy: its weight has no shape"),
     "no module": (lambda: plain().forward, r"The model is of type method, expected a torch.nn.Module"),
 }
@@ -91,7 +103,7 @@ def test_load_refuses_an_architecture_that_it_could_not_fill(
     original = plain()
     plan = fp.Plan.removing(fp.discover(original, EXAMPLE), {"0": (1, 5)})
     fp.save(fp.cut(original, plan), plan, tmp_path / "folder")
-    with pytest.raises(fp.FairprunerError, match=r"expected|fixed|quantized|lazy"):
+    with pytest.raises(fp.FairprunerError, match=r"expected|fixed|quantized|compiled|sparse|lazy"):
         fp.load(tmp_path / "folder", build=lambda: model)
 
 

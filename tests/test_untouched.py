@@ -35,8 +35,23 @@ class Anchored(nn.Module):
         return x + self.anchors[:, None].to(x)
 
 
+class Slotted:
+    """An object without a dict of attributes."""
+
+    __slots__ = ("__hidden", "calls", "kept", "late")
+
+    def __init__(self) -> None:
+        self.calls, self.kept, self.__hidden = 0, torch.zeros(1), [0]
+
+    def count(self) -> None:
+        self.calls += 1
+        self.kept += 1
+        self.__hidden.append(self.calls)
+        self.late = self.calls
+
+
 class Counting(nn.Module):
-    """Writes into a buffer, a tensor, a number, containers and an object of its own in every forward."""
+    """Writes into a buffer, tensors, an array, a number, containers and objects of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,6 +62,7 @@ class Counting(nn.Module):
         self.recent: deque[int] = deque(maxlen=2)
         self.seen: set[int] = set()
         self.own = SimpleNamespace(calls=0, cache=[])
+        self.array, self.slotted = np.zeros(2), Slotted()
 
     def forward(self, x: Tensor) -> Tensor:
         self.steps += 1
@@ -58,6 +74,8 @@ class Counting(nn.Module):
         self.recent.append(self.calls)
         self.seen.add(self.calls)
         self.own.calls += 1
+        self.array += 1
+        self.slotted.count()
         self.own.cache.append(x.detach())
         self.new_attribute = x.detach()
         return x
@@ -156,6 +174,11 @@ def state_of(value: Any) -> Any:
         return [state_of(item) for item in value]
     if isinstance(value, (nn.Module, SimpleNamespace)):
         return [type(value), state_of(vars(value))]
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, Slotted):
+        names = ("_Slotted__hidden", "calls", "kept", "late")
+        return [state_of(getattr(value, name, "unset")) for name in names]
     return value if isinstance(value, (int, float, str, set, type(None))) else id(value)
 
 
@@ -303,3 +326,42 @@ def test_cut_and_mask_keep_the_memory_format_of_weights(removed: dict[str, tuple
             if name == "7.weight":
                 expected = torch.empty(4, 4).t()
             assert parameter.stride() == expected.stride(), name
+
+
+class KeepsItsLoss(nn.Module):
+    """Keeps a tensor with a gradient history from its last call, as blocks of experts do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.loss = x.square().mean()
+        return x
+
+
+def test_a_model_that_keeps_a_loss_with_its_history_can_be_cut_repaired_and_recovered() -> None:
+    model = model_with(KeepsItsLoss())
+    plan = fp.Plan.removing(fp.discover(model, torch.ones(SIZE, 4)), {"3": (1, 5)})
+    model(torch.ones(SIZE, 4))
+    small = fp.cut(model, plan)
+    small(torch.ones(SIZE, 4))
+    repaired = fp.repair(small, model, plan, data())
+    repaired(torch.ones(SIZE, 4))
+    fp.recover(repaired, data(), epochs=1, teacher=model)
+
+
+class Resizing(nn.Module):
+    """Resizes a buffer at its first call, as observers of quantization do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("low", torch.tensor([]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.low.numel():
+            self.low.resize_(x.shape[1]).copy_(x.detach().amin(0))
+        return x
+
+
+def test_a_buffer_that_was_resized_has_its_old_size_again() -> None:
+    model = model_with(Resizing())
+    fp.discover(model, torch.ones(SIZE, 4))
+    fp.count_flops(model, torch.ones(SIZE, 4))
+    assert model[1].low.shape == (0,)

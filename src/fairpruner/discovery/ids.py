@@ -101,6 +101,12 @@ class Ids:
                 self.reasons.append(reason)
             self._lock[free] = self.reasons.index(reason)
 
+    def lock_axes(self, ids: Ints, reason: str) -> None:
+        """Forbid the removal of these ids and of all others on their axes."""
+        ends = np.array([axis.start + axis.size for axis in self.axes])
+        for place in np.unique(np.searchsorted(ends, ids[ids != NONE], side="right")):
+            self.lock(self.axes[place].ids, reason)
+
     def mark(self, ids: Ints, usage: Usage) -> None:
         """Note what the forward pass just did with these ids."""
         ids = np.unique(ids)

@@ -170,5 +170,12 @@ class Algebra:
         for idmap in shadow.maps:
             self.ids.lock(as_ids(idmap), reason)
 
+    def lock_as_number(self, shadow: Shadow) -> None:
+        """Forbid the removal of what Python code reads as numbers, and may use anywhere. It reads them by
+        their place, so all units beside them stay too.
+        """
+        for idmap in shadow.maps:
+            self.ids.lock_axes(as_ids(idmap), "is read as a number by Python code")
+
     def mark(self, idmap: IdMap, use: Usage) -> None:
         self.ids.mark(as_ids(idmap), use)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from fairpruner.core.arrays import Ints
 from fairpruner.core.units import UnitSpace
@@ -30,6 +31,7 @@ from fairpruner.models.torch_private import (
 )
 
 ZEROS = ("zeros", "new_zeros", "zeros_like")
+LEAVING = (torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__)
 OUTPUT = "reaches the model's output"
 
 
@@ -91,6 +93,19 @@ class ShadowMode(TorchDispatchMode):
         return out
 
 
+class NumberMode(TorchFunctionMode):
+    """Locks what leaves torch as an array or a list, which no operation shows."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in LEAVING:
+            self._recorder.algebra.lock_as_number(self._recorder.shadow(args[0]))
+        return func(*args, **(kwargs or {}))
+
+
 def trace(model: nn.Module, examples: Sequence[Any], experts: Sequence[UnitSpace] = ()) -> Trace:
     """Run the model once on each example, and follow the indices of every parameter through it.
 
@@ -110,8 +125,8 @@ def _trace(
     costs: list[OperationCost] = []
     for position, example in enumerate(examples):
         mode = ShadowMode(recorder, lists)
-        watching = _watching_modules(recorder, lists)
-        with evaluating(model), torch.no_grad(), plain_recurrence(model), watching, mode:
+        watching, numbers = _watching_modules(recorder, lists), NumberMode(recorder)
+        with evaluating(model), torch.no_grad(), plain_recurrence(model), watching, mode, numbers:
             output = call_checked(model, example)
         outputs = list(output_tensors(output))
         if not outputs:

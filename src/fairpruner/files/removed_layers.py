@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fairpruner.models.copying import deep_copy
 from fairpruner.models.removed import PassesInput, Removed
 
 # What configurations call the number of layers.
@@ -28,7 +29,7 @@ def without_removed_layers(small: Any) -> Any:
     if not paths:
         return small
     shared: dict[int, Any] = {id(t): t for t in (*small.parameters(), *small.buffers())}
-    compact = copy.deepcopy(small, shared)
+    compact = deep_copy(small, shared)
     for path in paths:
         _drop(compact.get_submodule(path), compact.config)
     return compact if _describes(compact.config, compact) else small

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fairpruner.errors import FairprunerError
-from fairpruner.models.preserving import unchanged
+from fairpruner.models.preserving import slot_names, unchanged
 from fairpruner.models.randomness import random_state_kept
 
 
@@ -120,8 +120,7 @@ def _output_tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
     elif isinstance(value, (tuple, list, set, frozenset)):
         items = list(value)
     else:
-        slots = [name for base in type(value).__mro__ for name in getattr(base, "__slots__", ())]
-        items = [getattr(value, name, None) for name in slots if isinstance(name, str)]
+        items = [getattr(value, name, None) for name in slot_names(value)]
         items += getattr(value, "__dict__", {}).values()
     for item in items:
         yield from _output_tensors(item, seen)

@@ -16,8 +16,9 @@ ATOMS = (bool, int, float, str, type(None), torch.Size, torch.dtype, torch.devic
 PROTOCOL = ("__reduce__", "__reduce_ex__")
 
 
-def deep_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+def deep_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
     """A deep copy of a model. `memo` has the copies of some of its parts by id, as for `copy.deepcopy`."""
+    memo = {} if memo is None else memo
     modules = list(model.modules())
     for module in modules:
         if _is_plain(type(module)):

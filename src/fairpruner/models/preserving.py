@@ -15,6 +15,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -101,11 +102,18 @@ class _Memory:
             return []
         if isinstance(value, (tuple, frozenset)):
             return [(item, depth) for item in value]
+        if isinstance(value, np.ndarray):
+            self._undo += [partial(_restore_array, value, value.copy())] if value.flags.writeable else []
+            return []
         generator = restore_generator(value)
         if generator is not None:
             self._undo.append(generator)
             return []
-        return [(vars(value), depth + 1)] if depth < DEPTH and _holds_state(value) else []
+        if depth == DEPTH or not _holds_state(value):
+            return []
+        slots = {name: getattr(value, name) for name in slot_names(value) if hasattr(value, name)}
+        self._undo.append(partial(_restore_slots, value, slots))
+        return [(held, depth + 1) for held in (slots, getattr(value, "__dict__", slots))]
 
 
 class _CopyOnWrite(TorchDispatchMode):
@@ -134,10 +142,21 @@ def _memory(tensor: Tensor) -> int:
 
 def _holds_state(value: Any) -> bool:
     """Whether an object may hold state of the model; classes, functions and foreign objects do not."""
-    if isinstance(value, type) or not hasattr(value, "__dict__") or callable(value):
+    if isinstance(value, type) or callable(value):
         return False
     package = type(value).__module__.partition(".")[0]
     return isinstance(value, SimpleNamespace) or is_dataclass(value) or package not in FOREIGN
+
+
+def slot_names(value: Any) -> list[str]:
+    """The attributes of an object that its classes keep in `__slots__`."""
+    names = []
+    for base in type(value).__mro__:
+        slots = vars(base).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            hidden = name.startswith("__") and not name.endswith("__")
+            names.append(f"_{base.__name__.lstrip('_')}{name}" if hidden else name)
+    return [name for name in names if name not in ("__dict__", "__weakref__")]
 
 
 def _tensor(tensor: Tensor, *, copying: bool) -> Iterator[Undo]:
@@ -151,9 +170,9 @@ def _tensor(tensor: Tensor, *, copying: bool) -> Iterator[Undo]:
         yield partial(_restore_flag, tensor, tensor.requires_grad)
     if tensor.is_meta or tensor.layout is not torch.strided:
         return
-    yield partial(_restore_memory, tensor, tensor.detach())
     if copying:
         yield _values(tensor)
+    yield partial(_restore_memory, tensor, tensor.detach())  # undone first: the tensor may have been resized
 
 
 def _values(tensor: Tensor) -> Undo:
@@ -183,6 +202,19 @@ def _restore_set(held: set[Any], before: set[Any]) -> None:
     if held != before:
         held.clear()
         held.update(before)
+
+
+def _restore_slots(held: Any, before: dict[str, Any]) -> None:
+    for name in slot_names(held):
+        if name not in before and hasattr(held, name):
+            object.__delattr__(held, name)  # the methods of the base class, since the object may be frozen
+        elif name in before and getattr(held, name, None) is not before[name]:
+            object.__setattr__(held, name, before[name])
+
+
+def _restore_array(array: np.ndarray, before: np.ndarray) -> None:
+    if array.tobytes() != before.tobytes():
+        array[...] = before
 
 
 def _restore_flag(tensor: Tensor, requires_grad: bool) -> None:

@@ -52,7 +52,18 @@ def _reason(path: str, module: nn.Module) -> str:
             f"{_at(path, module)} is quantized: its packed weights can be neither cut nor saved by name."
             " Prune the model before it is quantized, then quantize the smaller one."
         )
+    if type(module).__module__.startswith("torch._dynamo"):
+        return (
+            f"{_at(path, module)} is compiled, so its tensors have other names, and every cut would be"
+            " compiled anew. Give the module it was made from, and compile the smaller model."
+        )
     tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    sparse = next((name for name, tensor in tensors if tensor.layout is not torch.strided), None)
+    if sparse is not None:
+        return (
+            f"{_at(path, module)} has a sparse tensor {sparse}, from which no unit can be removed. Make it"
+            " dense with to_dense()."
+        )
     lazy = next((name for name, tensor in tensors if is_lazy(tensor)), None)
     if lazy is not None:
         return (

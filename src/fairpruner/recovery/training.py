@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable
 from dataclasses import astuple, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from fairpruner.errors import FairprunerError, check_whole_number
 from fairpruner.inputs.batches import Batch, check_rereadable, forward, no_samples
 from fairpruner.inputs.losses import mean_loss
 from fairpruner.inputs.workers import naming_dead_workers
+from fairpruner.models.copying import deep_copy
 from fairpruner.models.devices import device_of_model, devices_of_model
 from fairpruner.models.narrowing import copy_with
 from fairpruner.models.randomness import random_state_kept
@@ -99,8 +99,8 @@ class _Training:
         folder: Path | None,
     ) -> None:
         self.accelerator, self.recipe, self.epochs, self.folder = accelerator, recipe, epochs, folder
-        self.teacher = None if teacher is None else placed(copy.deepcopy(teacher), accelerator).eval()
-        net = placed(copy.deepcopy(small), accelerator)
+        self.teacher = None if teacher is None else placed(deep_copy(teacher), accelerator).eval()
+        net = placed(deep_copy(small), accelerator)
         average = ema_of(net, recipe.ema) if recipe.ema else None
         optimizer = recipe.make_optimizer(net)
         self.device = device_of_model(net)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -16,6 +15,7 @@ from fairpruner.inputs.batches import Batch, check_rereadable, forward, read_bat
 from fairpruner.inputs.losses import Loss, loss_or_distance
 from fairpruner.inputs.workers import naming_dead_workers
 from fairpruner.models.calling import evaluating
+from fairpruner.models.copying import deep_copy
 from fairpruner.models.devices import device_of_model
 from fairpruner.models.fingerprint import check_same_model
 from fairpruner.models.narrowing import replaced_modules
@@ -87,10 +87,10 @@ def repair_with_notes(
     notes: list[Note] = []
     with torch.inference_mode(False), torch.no_grad(), evaluating(model), evaluating(small):
         first_batch(data, model)
-        best = copy.deepcopy(small)
+        best = deep_copy(small)
         least = _loss(best, model, data, loss=loss)
         for name in methods:
-            trial = copy.deepcopy(best)
+            trial = deep_copy(best)
             found = METHODS[name](Job(trial, model, plan, partial(_read, name, data, device, model)))
             after = _loss(trial, model, data, loss=loss)
             if after <= least:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,6 +13,7 @@ from fairpruner.core.spaces import Spaces
 from fairpruner.errors import another_model, unknown
 from fairpruner.inputs.batches import check_rereadable, read_batches
 from fairpruner.models.calling import evaluating
+from fairpruner.models.copying import deep_copy
 from fairpruner.models.devices import device_of_model
 from fairpruner.models.fingerprint import check_same_model
 from fairpruner.repair.consumers import consumers_of
@@ -69,7 +69,7 @@ class Statistics:
                 "The plan belongs", plan.spaces.fingerprint, self._fingerprint, "Give its statistics."
             )
         lost = {part.tensor for s in plan.spaces if plan.removed[s.name] for part in s.slices_of("read")}
-        repaired = copy.deepcopy(small)
+        repaired = deep_copy(small)
         lost &= set(tensors_by_name(repaired))  # a removed block takes its consumers with it
         notes = [note for note in self._skipped if note.subject in lost]
         for name, moments in self._moments.items():

@@ -29,7 +29,7 @@ from fairpruner.discovery.rules.moving import (
     to_real,
     unchanged,
 )
-from fairpruner.discovery.rules.operation import Operation, Rule, fresh, no_rule
+from fairpruner.discovery.rules.operation import Operation, Rule, fresh, no_rule, number
 from fairpruner.models.torch_private import is_in_place, operation_name
 
 __all__ = ["FOLLOW_BUFFERS", "Operation", "rule_for"]
@@ -43,8 +43,9 @@ _GROUPS: dict[Rule, str] = {
     unchanged: "clone _to_copy contiguous lift_fresh dropout native_dropout masked_fill",
     fresh: (
         "new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like rand_like randn_like"
-        " _local_scalar_dense zero fill"
+        " zero fill"
     ),
+    number: "_local_scalar_dense",
     copied: "copy",
     packed: "_pack_padded_sequence",
     restrided: "as_strided",

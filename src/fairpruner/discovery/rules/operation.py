@@ -93,4 +93,10 @@ def no_rule(op: Operation) -> None:
 
 
 def fresh(op: Operation) -> None:
-    """A constant that only has the shape of a tensor, or a number read from one: it holds no units."""
+    """A constant that only has the shape of a tensor: it holds no units."""
+
+
+def number(op: Operation) -> None:
+    """A number that Python code reads from a tensor."""
+    for tensor in op.tensors:
+        op.algebra.lock_as_number(op.shadow(tensor))

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,6 +22,7 @@ from fairpruner.core.trials import Trial
 from fairpruner.inputs.batches import Batch, read_batches
 from fairpruner.inputs.losses import Loss, Task
 from fairpruner.models.calling import evaluating
+from fairpruner.models.copying import deep_copy
 from fairpruner.models.devices import device_of_model
 from fairpruner.pipeline.search.candidates import Candidate
 from fairpruner.pipeline.search.judging import Judge
@@ -205,7 +205,7 @@ class _Bench:
         """Take gradient steps from the best cut, for as many epochs as the effort allows."""
         one = self.best
         self._announce(f"{one.candidate.name}, the original's activations")
-        small = copy.deepcopy(one.small).eval()  # not `evaluating`, which would undo the steps
+        small = deep_copy(one.small).eval()  # not `evaluating`, which would undo the steps
         device = device_of_model(self.model)
 
         def read() -> Iterator[Batch]:
