@@ -154,7 +154,7 @@ def start(stage: str, hurt: Callable[[], None] | None = None) -> Any:
 
 
 def finish(process: Any) -> int:
-    process.join(300)
+    process.join(3600)  # on a busy machine a process with low priority waits for minutes
     if process.exitcode is None:
         process.kill()
         raise AssertionError("a command hangs")

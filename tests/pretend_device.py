@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 NAME = "pretend"
 # Operations that may meet tensors of several devices; the result lies where the first of them does.
 CROSSING = frozenset(["_to_copy", "copy_", "index", "index_put", "index_put_", "_local_scalar_dense"])
+OF_REALS = ("histc",)  # operations that GPUs also do on whole numbers, and the CPU does not
 
 if not hasattr(backend_registration, "_DummyBackendModule"):
     pytest.skip(f"torch {torch.__version__} cannot pretend a device", allow_module_level=True)
@@ -124,6 +126,10 @@ class Pretend(Tensor):
     def new_tensor(self, data: Any, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
         return torch.tensor(data, dtype=dtype or self.dtype).to(self.place)
 
+    def as_subclass(self, kind: type[Any]) -> Any:
+        """The same numbers as a tensor of another class that still lies on its device."""
+        return self if isinstance(self, kind) else Pretend.__new__(_joint(kind), self.numbers, self.place)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if not self.is_leaf:
             raise RuntimeError("Only tensors without a history can be copied deeply.")
@@ -148,6 +154,11 @@ class Pretend(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _compute(func, args, kwargs or {})
+
+
+@cache
+def _joint(kind: type[Any]) -> type[Any]:
+    return type(kind.__name__, (kind, Pretend), {})
 
 
 _moves: list[torch.device] = []  # where to, of the move that is being made
@@ -236,7 +247,11 @@ def _compute(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             raise RuntimeError(f"Expected all tensors to be on the same device, but {func} got {places}.")
     if kwargs.get("device") is not None:
         kwargs = {**kwargs, "device": torch.device("cpu")}
-    out = func(*tree_map(_numbers, tuple(args)), **tree_map(_numbers, dict(kwargs)))
+    numbers, options = tree_map(_numbers, tuple(args)), tree_map(_numbers, dict(kwargs))
+    if name in OF_REALS and not numbers[0].is_floating_point():
+        out = func(numbers[0].double(), *numbers[1:], **options).to(numbers[0].dtype)
+    else:
+        out = func(*numbers, **options)
     if name.endswith("_") and isinstance(args[0], Pretend):
         return args[0]
     if target.type != NAME:

@@ -157,12 +157,51 @@ TEXT = {
     "intermediate_size": 24,
     "max_position_embeddings": 64,
 }
+ROUTED = {
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+}
 HALVES = {
     "": "pretend:0",
     "model.layers.1": "pretend:1",
     "model.norm": "pretend:1",
     "lm_head": "pretend:1",
 }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("places", "float64"), [(TWO, True), (ONE, False)], ids=["two", "without float64"])
+def test_the_default_search_leaves_every_tensor_on_its_device(places: dict[str, str], float64: bool) -> None:
+    with devices(float64=float64):
+        model, _, batches = placed(places, torch.float32)
+        small, plan = fp.prune(model, batches, keep=fp.Budget("flops", 0.6), effort=20)
+        assert plan.tried
+        before = {name: tensor.device for name, tensor in model.state_dict().items()}
+        assert {name: tensor.device for name, tensor in small.state_dict().items()} == before
+
+
+@pytest.mark.slow
+def test_blocks_streams_and_experts_over_two_devices() -> None:
+    """Cut equals mask for every kind of unit; routing signals, and repairs of experts."""
+    transformers: Any = pytest.importorskip("transformers")
+    with devices():
+        model = transformers.Qwen2MoeForCausalLM(transformers.Qwen2MoeConfig(**TEXT, **ROUTED)).eval()
+        spread(model, HALVES)
+        texts = [{"input_ids": torch.randint(3, 90, (4, 9))} for _ in range(2)]
+        example = {"input_ids": texts[0]["input_ids"][:1].to("pretend:0")}
+        for kind in ("block", "stream", "expert"):
+            spaces = fp.discover(model, example, kinds=[kind])
+            fp.score(model, texts, spaces=spaces)
+            plan = fp.Plan.removing(spaces, {s.name: range(s.multiple) for s in spaces})
+            small = fp.cut(model, plan)
+            with torch.no_grad():
+                ours, theirs = small(**example).logits, fp.mask(model, plan)(**example).logits
+            assert float((ours - theirs).abs().max()) < 1e-4, kind
+        fp.score(model, texts, spaces=spaces, removal=["reap", "frequency", "soft_activation"])
+        for method in ("experts", "merge", "renormalise"):
+            fp.repair(small, model, plan, texts, method=method)
 
 
 @pytest.mark.slow

@@ -63,6 +63,15 @@ def has_float64(device: torch.device) -> bool:
     return True
 
 
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in the most exact type that its device has.
+
+    >>> widened(torch.ones(1)).dtype
+    torch.float64
+    """
+    return tensor.double() if has_float64(tensor.device) else tensor.float()
+
+
 def wait_for_model(model: nn.Module) -> None:
     """Wait until the model's devices have finished; calls on a GPU return before it has computed."""
     for device in devices_of_model(model):

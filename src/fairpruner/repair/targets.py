@@ -18,6 +18,7 @@ from fairpruner.core.plan import Plan
 from fairpruner.inputs.batches import Batch, forward
 from fairpruner.inputs.tokens import real_tokens
 from fairpruner.models.calling import tensors_of
+from fairpruner.models.devices import widened
 from fairpruner.repair.tensors import kept_by_dim
 
 SAMPLES = 64  # that the models run on together, at most
@@ -169,7 +170,7 @@ def _joined(parts: Sequence[Outputs]) -> Outputs:
 
 def _mark(batch: Batch) -> _Mark:
     """A value by which the inputs of a batch are recognised in a later pass."""
-    return tuple((tuple(t.shape), float(t.double().sum())) for t in tensors_of(batch.inputs))
+    return tuple((tuple(t.shape), float(widened(t).sum())) for t in tensors_of(batch.inputs))
 
 
 def _blocks(small: nn.Module, model: nn.Module) -> list[str]:

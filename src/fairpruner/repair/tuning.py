@@ -74,7 +74,8 @@ def _error(given: Outputs, wanted: Outputs, batch: Batch) -> Tensor | None:
         if mine is not None and theirs is not None and mine.shape == theirs.shape and mine.requires_grad
     }  # a block inside another may give the very same tensor
     terms = [_relative(mine, theirs, batch, name) for name, mine, theirs in pairs.values()]
-    return torch.stack(terms).mean() if terms else None
+    # A model over several devices has terms on each of them.
+    return torch.stack([term.to(terms[0].device) for term in terms]).mean() if terms else None
 
 
 def _relative(mine: Tensor, theirs: Tensor, batch: Batch, block: str) -> Tensor:

@@ -14,7 +14,7 @@ from fairpruner.inputs.batches import Batch, forward, read_batches
 from fairpruner.inputs.losses import Task, logits_of
 from fairpruner.inputs.tokens import counted_rows
 from fairpruner.models.calling import evaluating, tensors_of
-from fairpruner.models.devices import device_of_model
+from fairpruner.models.devices import device_of_model, widened
 from fairpruner.scoring.objective import own_logits
 
 MOST_HELD = 2**24  # numbers of the original's outputs that are kept in memory, so that it runs only once
@@ -53,10 +53,10 @@ class Judge:
         """Log-probabilities of all samples, pixels or real tokens, [rows, classes]; else all numbers, [n]."""
         logits = _class_logits(output, self._task)
         if logits is None:
-            return torch.cat([t.double().flatten() for t in tensors_of(output) if t.is_floating_point()])
+            return torch.cat([widened(t).flatten() for t in tensors_of(output) if t.is_floating_point()])
         rows = logits.flatten(0, -2)
         counted = counted_rows(len(rows), batch.inputs, "decoder").to(rows.device)
-        return rows[counted].double().log_softmax(1)
+        return widened(rows[counted]).log_softmax(1)
 
     def _wanted(self, batch: Batch) -> Tensor:
         """The original's outputs, computed once if there is room to keep them."""
