@@ -29,7 +29,7 @@ def without_removed_layers(small: Any) -> Any:
     if not paths:
         return small
     shared: dict[int, Any] = {id(t): t for t in (*small.parameters(), *small.buffers())}
-    compact = deep_copy(small, shared)
+    compact: Any = deep_copy(small, shared)
     for path in paths:
         _drop(compact.get_submodule(path), compact.config)
     return compact if _describes(compact.config, compact) else small
