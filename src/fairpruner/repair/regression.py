@@ -29,6 +29,7 @@ from fairpruner.models.precision import widened
 
 # The first is for solutions that are exact, the last for very few samples.
 DAMPINGS = (1e-13, 1e-9, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+PAST = 1.02  # times the least error so far: beyond it, larger dampings are not tried
 MOST_TARGETS = 128  # on which a damping is chosen
 WIDE, BLOCKS = 256, 4  # features from which a gram matrix is computed in so many strips
 ROUNDING = 1e-12  # share of the features' squares that is taken for rounding where no feature varies
@@ -237,6 +238,8 @@ def judged_fit(halves: Halves, with_offset: bool, *, near: int | None = None) ->
         error = before if trial is None else max(judging.error(trial), 0.0)
         if error < after:
             best, after = place, error
+        elif best is not None and error > PAST * after:
+            break  # the error falls and then rises with the damping
     fit = None
     if best is not None:
         (fit,) = (halves.fitted + halves.judging).solve([DAMPINGS[best]], with_offset)
