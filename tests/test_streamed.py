@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import resource
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -327,3 +329,30 @@ def test_a_repair_that_needs_the_whole_model_is_refused(tmp_path: Path) -> None:
     streamed = Streamed(f"hf:{tmp_path / 'whole'}", work=tmp_path / "work")
     with pytest.raises(fp.FairprunerError, match="needs the whole model, which --stream does not load"):
         fp.cut_files(streamed, plan, tmp_path / "small", data=token_batches(), method="tune")
+
+
+@pytest.mark.slow
+def test_two_processes_share_the_batches(tmp_path: Path) -> None:
+    model = saved_model("qwen2_moe", tmp_path / "whole")
+    here = Path(__file__).parent
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
+    command += ["--rdzv-endpoint=127.0.0.1:0", str(here / "streamed_job.py")]
+    done = subprocess.run(
+        [*command, str(tmp_path / "whole"), str(tmp_path / "scores")],
+        env={**os.environ, "PYTHONPATH": f"{here}:{os.environ.get('PYTHONPATH', '')}"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    first, second = (fp.Scores.load(tmp_path / f"scores.{rank}") for rank in (0, 1))
+    alone = scored(model, fp.discover(model, token_batches()[0]), data=token_batches(4))
+    assert first.samples == second.samples == alone.samples
+    for group in ("removals", "protections"):
+        for signal, by_space in getattr(alone, group).items():
+            for name, values in by_space.items():
+                one, other = (getattr(scores, group)[signal][name] for scores in (first, second))
+                assert np.array_equal(one, other)
+                assert np.allclose(one, values, rtol=1e-5, atol=1e-5 * np.abs(values).max())
+    assert not (tmp_path / "scores.work").exists()
