@@ -88,7 +88,7 @@ def _outputs(model: nn.Module | Streamed, batches: Sequence[Tensor]) -> Iterator
     """The model's output on each batch of tokens, [n, length]."""
     if isinstance(model, Streamed):
         walked = [Batch({"input_ids": batch}, None, position) for position, batch in enumerate(batches)]
-        with walking(model, walked, {"job": "perplexity"}, streams=2) as walk:
+        with walking(model, walked, {"job": "perplexity"}, streams=2, passes=1) as walk:
             walk.start(ORIGINAL)
             walk.forward(keep=False)
             yield from (output for _, output in walk.outputs())

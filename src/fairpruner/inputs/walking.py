@@ -133,10 +133,11 @@ class Walk:
 
 @contextmanager
 def walking(
-    streamed: Streamed, batches: Sequence[Batch], job: Json, *, streams: int, process: int = 0
+    streamed: Streamed, batches: Sequence[Batch], job: Json, *, streams: int, passes: int, process: int = 0
 ) -> Iterator[Walk]:
-    """A walk in the work folder of a model; `streams` says how many of them are on disk at once.
+    """A walk in the work folder of a model.
 
+    `streams` is how many of them are on disk at once, and `passes` how often a batch passes each layer.
     The folder is removed at the end. After an exception it stays, so that the same call can continue.
     """
     for batch in batches:
@@ -152,7 +153,7 @@ def walking(
     try:
         tokens = sum(batch.inputs["input_ids"].numel() for batch in batches)
         streamed.say(folder.check_room(streams * tokens * streamed.width * 4))
-        with batch_bar(None) as show, random_state_kept(), torch.no_grad():
+        with batch_bar(passes * streamed.count * len(batches)) as show, random_state_kept(), torch.no_grad():
             yield Walk(streamed, batches, folder, show)
         finished = True
     finally:

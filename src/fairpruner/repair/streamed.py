@@ -91,7 +91,7 @@ def repairing(streamed: Streamed, plan: Plan, data: Iterable[Any], method: str) 
     if not batches:
         raise no_samples()
     job = {"job": "repair", "method": method, "plan": plan.to_json()}
-    with walking(streamed, batches, job, streams=5) as walk:
+    with walking(streamed, batches, job, streams=5, passes=3) as walk:
         walk.start(ORIGINAL, CUT, PLAIN)
         notes = [note for layer in range(streamed.count) for note in _Layer(walk, plan, layer).repair(method)]
         before, after = (_loss(walk, role) for role in (PLAIN, CUT))

@@ -78,8 +78,8 @@ def score_streamed(
         "processes": [processes.rank, processes.size],
     }
     backward = demand.needs_backward
-    streams = streamed.count + 3 if backward else 2
-    with walking(streamed, walked, job, streams=streams, process=processes.rank) as walk:
+    streams, passes = (streamed.count + 3, 2) if backward else (2, 1)
+    with walking(streamed, walked, job, streams=streams, passes=passes, process=processes.rank) as walk:
         walk.start(ORIGINAL)
         halves = [half for half, _ in halved]
         scoring = ScoringJob(walk, spaces, selections, objective, halves, processes)
