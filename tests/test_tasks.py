@@ -391,3 +391,15 @@ def test_batches_of_datasets_and_of_webdataset_are_read() -> None:
     rows = [{**batch, "label": batch["label"].long()} for batch in table.iter(12)]
     same(fp.score(model, rows), expected)
     same(fp.score(model, [[x, y]]), expected)  # webdataset's batches are lists
+    named = {"__key__": ["a"] * 12, "npy": x, "cls": y}
+    for form in ((x, y, ["a"] * 12), (["a"] * 12, x, y), named):
+        same(fp.score(model, [form]), expected)
+
+
+def test_a_tensor_is_one_batch_and_single_samples_are_told_what_to_do() -> None:
+    model, x = mlp(), inputs()
+    same(fp.score(model, x), fp.score(model, [x]))
+    convolution = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 3))
+    single = torch.utils.data.TensorDataset(torch.randn(4, 3, 8, 8))
+    with pytest.raises(fp.FairprunerError, match=r"wrap a dataset of single samples in torch\.utils\.data"):
+        fp.score(convolution, single, spaces=fp.discover(convolution, torch.randn(1, 3, 8, 8)))

@@ -24,9 +24,6 @@ from fairpruner.discovery.nearby import check_nearby
 from fairpruner.discovery.watching import Visits
 from fairpruner.models.torch_private import tree_map_only
 
-WHOLE_TRIALS = (
-    4  # choices of attributes that are tried in the whole model, where no small module holds a space
-)
 FAILURES = 3  # so often spaces of one form are tried again before the rest of the form is left out
 
 

@@ -17,7 +17,7 @@ from fairpruner.models.calling import call, describe, tensors_of
 from fairpruner.models.layer_stack import LayerCall
 
 BOXES = ("img", "batch_idx", "cls", "bboxes")  # the keys of a batch of Ultralytics
-LABEL_KEYS = ("labels", "label", "y", "target", "targets")
+LABEL_KEYS = ("labels", "label", "y", "target", "targets", "cls")  # cls: as webdataset names files
 FORMS = "(input, label), (input, input, label), a dict, or inputs without labels"
 
 
@@ -147,6 +147,7 @@ def _divided(item: Any, arguments: _Arguments, position: int) -> tuple[Any, Any]
         return item, None
     if not isinstance(item, (tuple, list)) or not item:
         raise FairprunerError(f"Batch {position} is {describe(item)}, expected {FORMS}.")
+    item = [part for part in item if _holds_numbers(part)] or item  # without names and paths
     if len(item) == 1:
         return item[0], None
     *inputs, labels = item
@@ -230,7 +231,7 @@ def _reading(data: Iterable[Any]) -> Iterator[Any]:
     """The items of the data; a failure of the user's loader is reported with its place."""
     position = 0
     try:
-        for item in data:
+        for item in [data] if isinstance(data, (Tensor, np.ndarray)) else data:  # a tensor is one batch
             yield item
             position += 1
     except FairprunerError:
@@ -298,5 +299,6 @@ def forward(model: nn.Module, batch: Batch) -> Any:
     except Exception as error:
         raise FairprunerError(
             f"Batch {batch.position} does not fit the model: {type(model).__name__} called with"
-            f" {describe(batch.inputs)} raised {type(error).__name__}: {error}"
+            f" {describe(batch.inputs)} raised {type(error).__name__}: {error}. Every item of the data must"
+            " be a batch: wrap a dataset of single samples in torch.utils.data.DataLoader."
         ) from error
