@@ -1,4 +1,4 @@
-"""Fuzz every reader in a long run that can be stopped and goes on: python benchmarks/fuzz.py
+"""Fuzz every reader in a long run that can be stopped and goes on: python -m benchmarks fuzz
 
 Two engines share the inputs of each kind of file: hypothesis, whose blocks are drawn from a seed and are the
 same on every machine, and atheris, which looks for bytes that reach new lines of code (pip install atheris).
@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torchvision_shim  # noqa: F401  # so that transformers imports
+import pages
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 RESULTS = Path(__file__).parent / "results" / "fuzz.json"
@@ -41,7 +41,13 @@ ROUNDS = 4  # so often all kinds of files take their turn
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--inputs", type=int, default=TOTAL, help="inputs in all, those of earlier runs too")
+    parser.add_argument("--table", action="store_true", help="only write the table of SECURITY.md")
     options = parser.parse_args()
+    if options.table:
+        pages.fill("fuzz", page())
+        return
+    import torchvision_shim  # noqa: F401  # so that transformers imports
+
     engines = import_readers()
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for turn in range(ROUNDS):
@@ -183,13 +189,14 @@ def limited() -> Iterator[None]:
         yield
 
 
-def table(results: dict[str, Any]) -> str:
+def page() -> str:
     """Inputs, accepted inputs and failures for each kind of file."""
-    rows = ["| file | by hypothesis | by atheris | accepted and right | failures |", "|---" * 5 + "|"]
-    for name, found in results.items():
-        numbers = (found["hypothesis"], found["atheris"], found["accepted"], len(found["failures"]))
-        rows.append(f"| {name} | " + " | ".join(f"{number:,}" for number in numbers) + " |")
-    return "\n".join(rows)
+    rows = []
+    for name, found in pages.results("fuzz").items():
+        rows.append((name, found["hypothesis"], found["atheris"], found["accepted"], len(found["failures"])))
+    rows.append(("all", *(sum(row[column] for row in rows) for column in range(1, 5))))
+    head = ["file", "by hypothesis", "by atheris", "accepted and right", "failures"]
+    return pages.table(head, [(name, *(f"{number:,}" for number in numbers)) for name, *numbers in rows])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""10,000 mutants of the files that fairpruner reads; `benchmarks/fuzz.py` runs many more."""
+"""10,000 mutants of the files that fairpruner reads; `python -m benchmarks fuzz` runs many more."""
 
 from __future__ import annotations
 

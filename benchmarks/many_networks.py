@@ -2,10 +2,10 @@
 original is unchanged, a repair does not move away from the original; all in float64. A second run goes on
 where the first one ended.
 
-    python benchmarks/random_networks.py          # up to network 20,000
-    python benchmarks/random_networks.py 500      # up to network 500
+    python -m benchmarks many_networks          # up to network 20,000
+    python -m benchmarks many_networks 500      # up to network 500
 
-Writes benchmarks/results/random_networks.json after every hundred networks. `wrong` counts networks that
+Writes benchmarks/results/many_networks.json after every hundred networks. `wrong` counts networks that
 failed; each is named with its seed.
 """
 
@@ -17,19 +17,16 @@ import sys
 import warnings
 from pathlib import Path
 
+import pages
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-
-from random_networks import check_network
-
-RESULTS = Path(__file__).parent / "results" / "random_networks.json"
+RESULTS = Path(__file__).parent / "results" / "many_networks.json"
 EVERY = 100  # networks between two writes
 
 
 def empty() -> dict[str, object]:
     return {
-        "command": "python benchmarks/random_networks.py",
+        "command": "python -m benchmarks many_networks",
         "networks": 0,
         "cut": 0,
         "cut, repair better": 0,
@@ -44,7 +41,15 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("until", nargs="?", type=int, default=20_000)
-    until = parser.parse_args().until
+    parser.add_argument("--table", action="store_true", help="only write the table of the documents")
+    options = parser.parse_args()
+    if options.table:
+        pages.fill("many_networks", page())
+        return
+    sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+    from random_networks import check_network
+
+    until = options.until
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "LSTM with projections is not supported with oneDNN")
     counts = json.loads(RESULTS.read_text()) if RESULTS.exists() else empty()
@@ -60,6 +65,20 @@ def main() -> None:
             RESULTS.parent.mkdir(exist_ok=True)
             RESULTS.write_text(json.dumps(counts, indent=2) + "\n")
             print({key: value for key, value in counts.items() if isinstance(value, int)}, flush=True)
+    pages.fill("many_networks", page())
+
+
+def page() -> str:
+    """The counts as one table."""
+    counts = pages.results("many_networks")
+    names = {
+        "networks": "networks",
+        "cut": "cut",
+        "cut, repair better": "cut, and brought nearer to the original by the repair",
+        "nothing to prune": "nothing to prune",
+        "wrong": "wrong",
+    }
+    return pages.table(["outcome", "count"], [(text, f"{counts[key]:,}") for key, text in names.items()])
 
 
 if __name__ == "__main__":
