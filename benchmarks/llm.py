@@ -2,7 +2,7 @@
 
 A share of the parameters of SmolLM2-135M-Instruct outside of its embedding is removed. Perplexity, and the
 agreement of the most likely next token with the original's, are taken on 4,096 tokens of validation text, in
-windows of 512. The calibration text is packed into full windows of 512, 4,096 tokens in each draw. More text
+windows of 512. The calibration text is 8 full windows of 512, drawn from all training text. More text
 would improve the repairs; this much lets a row take minutes on one core. Rows of tasks have the accuracy on
 some items of WiC and MMLU-Pro. `data/language_models.py` of the shared folder makes the model (needs gguf).
 

@@ -19,7 +19,6 @@ from fairpruner.inputs.hugging_face import pretrained, tokenizer_of
 
 WINDOW = 512  # tokens
 WIDTH = ("hidden", "head")
-DRAWN = 20_000  # tokens between the texts of two draws
 Windows = list[dict[str, Tensor]]
 
 
@@ -32,11 +31,17 @@ def text(shared: Path, split: str) -> str:
     return str(Tokenizer.from_file(str(folder / "moe_tokenizer.json")).decode(tokens[:400_000].tolist()))
 
 
-def windows(tokenizer: Any, passage: str, count: int, start: int = 0) -> Windows:
-    """Consecutive windows of one long text, each full."""
-    ids = tokenizer(passage, add_special_tokens=False)["input_ids"]
-    found = torch.tensor(ids[start : start + count * WINDOW]).view(count, WINDOW)
-    return [{"input_ids": one[None]} for one in found]
+def windows(tokenizer: Any, passage: str, count: int, draw: int | None = None) -> Windows:
+    """The first windows of one long text, each full, or windows drawn from all of it.
+
+    Neighbouring windows are often of one domain, so calibration text is drawn.
+    """
+    ids = torch.tensor(tokenizer(passage, add_special_tokens=False)["input_ids"])
+    whole = ids[: len(ids) // WINDOW * WINDOW].view(-1, WINDOW)
+    chosen = np.arange(count)
+    if draw is not None:
+        chosen = np.random.default_rng(draw).choice(len(whole), count, replace=False)
+    return [{"input_ids": whole[number][None]} for number in chosen]
 
 
 class Judge:
@@ -71,7 +76,7 @@ class Setting:
         self.model: Any = pretrained(str(folder)).float()
         self.tokenizer, self.shared = tokenizer_of(str(folder)), shared
         self._draw, self._tested, self._cache = draw, tested, cache
-        self.data = windows(self.tokenizer, text(shared, "train"), calibrated, start=draw * DRAWN)
+        self.data = windows(self.tokenizer, text(shared, "train"), calibrated, draw)
 
     @cached_property
     def judge(self) -> Judge:

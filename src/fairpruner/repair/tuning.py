@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fairpruner.inputs.batches import Batch, forward
-from fairpruner.inputs.tokens import counted_rows
+from fairpruner.inputs.tokens import counted_rows, real_tokens
 from fairpruner.repair.notes import Note
 from fairpruner.repair.targets import BlockOutputs, Outputs, Targets, together
 
 EPOCHS = 10
 RATE = 1e-3  # of Adam at the start; it falls to zero along a cosine
+TEXT_RATE = 3e-5  # the same for texts: ten times as much moves a language model away from the original
 WIDE = {torch.float32, torch.float64}  # in narrower types, small steps would be lost by rounding
 
 
@@ -32,7 +33,8 @@ def tune(
     if narrow := narrow_types(small):
         return [Note("tune", "skipped", f"gradient steps need float32, found {', '.join(narrow)}")]
     parameters = [p for p in small.parameters() if p.is_floating_point()]
-    optimizer = torch.optim.Adam(parameters, RATE)
+    rate = RATE if real_tokens(next(read()).inputs) is None else TEXT_RATE
+    optimizer = torch.optim.Adam(parameters, rate)
     steps = epochs * sum(math.ceil(batch.size / together(batch)) for batch in read())
     done = 0
     with torch.enable_grad(), _learning(parameters), BlockOutputs(small, targets.blocks) as given:
@@ -43,7 +45,7 @@ def tune(
             if loss is None:
                 return [Note("tune", "skipped", "no block gives tensors of the original's shape")]
             for group in optimizer.param_groups:
-                group["lr"] = RATE * (1 + math.cos(math.pi * done / steps)) / 2
+                group["lr"] = rate * (1 + math.cos(math.pi * done / steps)) / 2
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
