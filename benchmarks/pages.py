@@ -18,7 +18,11 @@ from typing import Any
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
-DOCUMENTS = (HERE.parent / "README.md", HERE.parent / "SECURITY.md", *sorted((HERE.parent / "docs").glob("*.md")))
+DOCUMENTS = (
+    HERE.parent / "README.md",
+    HERE.parent / "SECURITY.md",
+    *sorted((HERE.parent / "docs").glob("*.md")),
+)
 IMAGES = HERE.parent / "docs" / "images"
 
 
