@@ -191,5 +191,9 @@ def test_a_plan_cannot_empty_a_space_or_name_a_unit_twice() -> None:
     spaces = fp.discover(build(), torch.randn(shape))
     with pytest.raises(fp.FairprunerError, match="keeps 0 units of space '2', expected at least 1"):
         fp.Plan.removing(spaces, {"2": tuple(range(12))})
-    with pytest.raises(fp.FairprunerError, match="must be distinct"):
-        fp.Plan.removing(spaces, {"2": (1, 1)})
+    for units in ((1, 1), (-1,), (12,), (2**70,)):
+        with pytest.raises(fp.FairprunerError, match="must be distinct"):
+            fp.Plan.removing(spaces, {"2": units})
+    for unit in (None, 5):
+        with pytest.raises(fp.FairprunerError, match=r"are (None|5), expected a sequence of indices"):
+            fp.Plan.removing(spaces, {"2": unit})  # type: ignore[dict-item]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import index
 from pathlib import Path
@@ -17,6 +17,7 @@ from fairpruner.core.reading import understanding
 from fairpruner.core.sealed import Json, read_json, write_json
 from fairpruner.core.spaces import Spaces
 from fairpruner.core.trials import Trial
+from fairpruner.core.units import UnitSpace
 from fairpruner.errors import FairprunerError
 
 
@@ -41,11 +42,7 @@ class Plan:
             )
         for space in self.spaces:
             units = self.removed[space.name]
-            if len(set(units)) != len(units) or any(not 0 <= u < space.size for u in units):
-                raise FairprunerError(
-                    f"The plan's units of space {space.name!r} must be distinct and in [0, {space.size}),"
-                    f" found {str(units)[:100]}."
-                )
+            _check_units(space, units)
             if space.size - len(units) < space.min_keep:
                 raise FairprunerError(
                     f"The plan keeps {space.size - len(units)} units of space {space.name!r}, expected at"
@@ -79,7 +76,7 @@ class Plan:
         """A plan that removes exactly these units; spaces that are not named keep all units."""
         for name in removed:
             _ = spaces[name]  # an error that names the space, if there is none of this name
-        units = {name: tuple(_unit(name, unit) for unit in removed.get(name, ())) for name in spaces.names}
+        units = {space.name: _units(space, removed.get(space.name, ())) for space in spaces}
         return Plan(spaces, units, None, "given", False, predict(spaces, units), predict(spaces, {}))
 
     def save(self, path: str | Path) -> None:
@@ -142,6 +139,25 @@ def _latency(claimed: Any) -> dict[str, float]:
     if milliseconds < 0:
         raise FairprunerError(f"latency_ms is {milliseconds}, expected 0 or more milliseconds.")
     return {"latency_ms": milliseconds}
+
+
+def _units(space: UnitSpace, given: Any) -> tuple[int, ...]:
+    """Units of a space from any sequence of whole numbers."""
+    if not isinstance(given, Iterable):
+        raise FairprunerError(
+            f"The units to remove of space {space.name!r} are {given!r}, expected a sequence of indices."
+        )
+    units = tuple(_unit(space.name, unit) for unit in given)
+    _check_units(space, units)
+    return units
+
+
+def _check_units(space: UnitSpace, units: Sequence[int]) -> None:
+    if len(set(units)) != len(units) or any(not 0 <= u < space.size for u in units):
+        raise FairprunerError(
+            f"The plan's units of space {space.name!r} must be distinct and in [0, {space.size}),"
+            f" found {str(units)[:100]}."
+        )
 
 
 def _unit(space: str, given: Any) -> int:
