@@ -164,7 +164,7 @@ def page() -> str:
         found = [r[field] for r in rows if all(r.get(name) == value for name, value in wanted.items())]
         if not found:
             return ""
-        digits = 4 if field == "divergence" else 2
+        digits = {"divergence": 4, "forwards": 1}.get(field, 2)
         deviation = f" ± {statistics.stdev(found):.{digits}f}" if len(found) > 1 else ""
         return f"{statistics.mean(found):.{digits}f}{deviation} ({len(found)})"
 
@@ -173,6 +173,7 @@ def page() -> str:
             f"ResNet-{depth}",
             f"{keep:g}",
             *(spread("top1", part="default", depth=depth, keep=keep, way=w) for w in WAYS),
+            spread("forwards", part="default", depth=depth, keep=keep, way="default"),
         ]
         for depth in (20, 56)
         for keep in sorted(BUDGETS, reverse=True)
@@ -187,7 +188,10 @@ def page() -> str:
         for removal, rule, of in RULES
     ]
     measured = (
-        (["model", "FLOPs kept", *WAYS], [line for line in accuracy if any(line[2:])]),
+        (
+            ["model", "FLOPs kept", *WAYS, "passes of the default"],
+            [line for line in accuracy if any(line[2:])],
+        ),
         (["removal", "rule", "protection", "divergence"], [line for line in protection if line[3]]),
     )
     return "\n\n".join(pages.table(head, body) for head, body in measured if body)
