@@ -90,7 +90,9 @@ def smaller(case: Row, shared: Path) -> tuple[nn.Module | None, nn.Module | None
     data = calibration(case["calibration"], case["draw"], shared)
     if case["library"] == "fairpruner":
         return by_fairpruner(model, data, case)
-    found = gradients(case["depth"], case["calibration"], case["draw"], shared)
+    found = {}
+    if case["way"] not in DATALESS:
+        found = gradients(case["depth"], case["calibration"], case["draw"], shared)
     cut = nearest(model, found, case)
     return cut, reestimated(cut, data)
 
