@@ -23,9 +23,20 @@ from fairpruner.evaluation.perplexity import perplexity
 ROOT = Path(__file__).parents[1]
 
 CLASSES = 3
-REMOVAL = ("wasserstein", "wasserstein_pooled", "activation", "reconstruction", "l1", "l2", "fpgm", "random")
+REMOVAL = (
+    "wasserstein",
+    "wasserstein_pooled",
+    "activation",
+    "reconstruction",
+    "l1",
+    "l2",
+    "fpgm",
+    "random",
+    "saliency",
+    "surgeon",
+)
 PROTECTION = ("taylor", "taylor2", "deletion")
-METHODS = ("mean", "least_squares", "sequential", "batchnorm")
+METHODS = ("mean", "least_squares", "sequential", "batchnorm", "tune")
 ONE, TWO = {"": "pretend:0"}, {"": "pretend:0", "body": "pretend:1", "head": "pretend:1"}
 
 
