@@ -61,6 +61,7 @@ def test_torch_has_what_torch_private_uses() -> None:
     assert torch_private.written_tensors(add, (other, weight), {}) == []
     out = torch.ops.aten.add.out
     assert torch_private.written_tensors(out, (weight, weight), {"out": other}) == [other]
+    assert not torch_private.is_compiled(nn.Linear(2, 2))
     norm = nn.BatchNorm2d(3)
     assert torch_private.held_tensors(norm, "weight")["weight"] is norm.weight
     assert torch_private.held_tensors(norm, "running_mean")["running_mean"] is norm.running_mean

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from torch import nn
 from torch.utils.data import DataLoader
 
 import fairpruner as fp
@@ -111,6 +110,8 @@ def cut(
 ) -> None:
     """Remove the plan's units from a model, repair it if asked, and save the smaller model."""
     check_output(output, MODEL_FOLDER, model, plan, weights, data, force=force)
+    if repair and data is None:
+        raise FairprunerError(f"--repair {repair} needs samples: give --data.")
     chosen = Plan.load(plan)
     if stream_files:
         if not is_source(model) or weights:
@@ -119,10 +120,11 @@ def cut(
                 " leave out --stream."
             )
         repaired: AbstractContextManager[RepairedTensors] = nullcontext(RepairedTensors({}, ()))
-        if repair:
+        if repair and data:
             check_method(repair)
             large = streamed(model, beside(output, work), weights, device)
-            repaired = repairing(large, chosen, _samples(data_options, model, large.model, data), repair)
+            samples = data_options.read(model, large.model, data)
+            repaired = repairing(large, chosen, samples, repair)
         with repaired as found:
             stream(
                 place_of(model),
@@ -137,8 +139,8 @@ def cut(
     net = trained(model, weights, device)
     small = fp.cut(net, chosen)
     notes: tuple[Note, ...] = ()
-    if repair:
-        samples = _samples(data_options, model, net, data)
+    if repair and data:
+        samples = data_options.read(model, net, data)
         small, notes = fp.repair_with_notes(small, net, chosen, samples, method=parse_names(repair))
     fp.save(small, chosen, output, build=model, max_shard_size=max_shard_size, force=force)
     show(show_plan(chosen, str(output), notes), as_json)
@@ -305,13 +307,6 @@ def demo(
         check_output(output / name, kind, force=force)
     torch.set_num_threads(1)  # for such small tensors, more threads are slower
     show(show_demo(run_demo(output, force=force), str(output)), as_json)
-
-
-def _samples(options: DataOptions, model: str, net: nn.Module, data: str | None) -> Iterable[Any]:
-    """The samples of a repair."""
-    if data is None:
-        raise FairprunerError("--repair needs samples: give --data.")
-    return options.read(model, net, data)
 
 
 def _for_training(batches: Iterable[Any], augment: str | None) -> Iterable[Any]:

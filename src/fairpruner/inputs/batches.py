@@ -147,7 +147,8 @@ def _divided(item: Any, arguments: _Arguments, position: int) -> tuple[Any, Any]
         return item, None
     if not isinstance(item, (tuple, list)) or not item:
         raise FairprunerError(f"Batch {position} is {describe(item)}, expected {FORMS}.")
-    item = [part for part in item if _holds_numbers(part)] or item  # without names and paths
+    numbers = [part for part in item if _holds_numbers(part)]
+    item = numbers if len(numbers) > 1 else item  # names and paths beside inputs and labels are left out
     if len(item) == 1:
         return item[0], None
     *inputs, labels = item

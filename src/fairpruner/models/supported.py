@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from fairpruner.errors import FairprunerError
+from fairpruner.models.torch_private import is_compiled
 
 # Packages of torch whose modules hold packed integer weights, which are not named parameters.
 QUANTIZED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.nn.quantized")
@@ -52,7 +53,7 @@ def _reason(path: str, module: nn.Module) -> str:
             f"{_at(path, module)} is quantized: its packed weights can be neither cut nor saved by name."
             " Prune the model before it is quantized, then quantize the smaller one."
         )
-    if type(module).__module__.startswith("torch._dynamo"):
+    if is_compiled(module):
         return (
             f"{_at(path, module)} is compiled, so its tensors have other names, and every cut would be"
             " compiled anew. Give the module it was made from, and compile the smaller model."

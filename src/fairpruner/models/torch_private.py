@@ -35,6 +35,7 @@ __all__ = [
     "flop_formula",
     "held_tensors",
     "hooked_modules",
+    "is_compiled",
     "is_in_place",
     "operation_name",
     "plain_function",
@@ -77,6 +78,11 @@ FLOP_FORMULAS: dict[Any, Callable[..., int]] = dict.fromkeys(
 def operation_name(func: Any) -> str:
     """The name of an operation as dispatch modes get it: `add_` of `aten.add_.Tensor`."""
     return str(func._overloadpacket.__name__)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `torch.compile` made this module."""
+    return type(module).__module__.startswith("torch._dynamo")
 
 
 def is_in_place(func: Any) -> bool:
