@@ -96,6 +96,7 @@ def near(dtype: torch.dtype) -> float:
     return 1e-4 if dtype == torch.float32 else 2e-2
 
 
+@pytest.mark.slow
 def test_every_signal_scores_as_on_the_cpu(on_devices: tuple[Placed, torch.dtype]) -> None:
     (model, example, batches), dtype = on_devices
     before = {name: tensor.device for name, tensor in model.state_dict().items()}
@@ -116,6 +117,7 @@ def test_every_signal_scores_as_on_the_cpu(on_devices: tuple[Placed, torch.dtype
     fp.score(model, batches, spaces=spaces, groups=2)
 
 
+@pytest.mark.slow
 def test_every_stage_after_scoring(on_devices: tuple[Placed, torch.dtype], tmp_path: Path) -> None:
     (model, example, batches), dtype = on_devices
     places = {name: tensor.device for name, tensor in model.state_dict().items()}

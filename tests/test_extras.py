@@ -71,6 +71,7 @@ assert fp.prune(model, data, keep=fp.Budget("units", 0.5))
     assert '"params"' in done.stdout  # a measurement prints as JSON where rich cannot make a table
 
 
+@pytest.mark.slow
 def test_recovery_without_accelerate_names_its_extra(tmp_path: Path) -> None:
     code = """
 import torch
@@ -87,6 +88,7 @@ except fp.FairprunerError as error:
     ), done.stderr
 
 
+@pytest.mark.slow
 def test_the_command_without_typer_is_one_sentence_and_exit_code_1(tmp_path: Path) -> None:
     done = run("from fairpruner.__main__ import main\nmain()", tmp_path)
     assert done.returncode == 1
@@ -97,6 +99,7 @@ def test_the_command_without_typer_is_one_sentence_and_exit_code_1(tmp_path: Pat
     )
 
 
+@pytest.mark.slow
 def test_parquet_without_pyarrow_names_its_extra(tmp_path: Path) -> None:
     (tmp_path / "texts.parquet").touch()
     code = """

@@ -23,6 +23,7 @@ def test_every_target_is_fuzzed() -> None:
     assert sum(CASES.values()) == 10_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_mutant_is_right_or_one_sentence(name: str) -> None:
     pytest.importorskip(LIBRARY.get(name, "torch"))

@@ -53,6 +53,7 @@ def test_torchvision(name: str) -> None:
     check_cut(model, example, spaces, some_units(spaces, 0.4, 0))
 
 
+@pytest.mark.slow
 def test_shufflenet_names_what_cannot_be_cut() -> None:
     spaces = fp.discover(build("shufflenet_v2_x0_5"), torch.randn(1, 3, 32, 32))
     assert {s.name for s in spaces} >= {"conv1.0", "conv5.0", "stage2.0.branch2.0"}

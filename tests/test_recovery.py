@@ -350,6 +350,7 @@ def unbroken() -> dict[str, Tensor]:
     return run(None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("moment", "number"), MOMENTS, ids=lambda value: str(value))
 def test_a_killed_run_goes_on_bit_for_bit(
     moment: str, number: int, unbroken: dict[str, Tensor], tmp_path: Path
@@ -360,6 +361,7 @@ def test_a_killed_run_goes_on_bit_for_bit(
     assert sorted(path.name for path in tmp_path.iterdir()) == [FILE, "result.safetensors"]
 
 
+@pytest.mark.slow
 def test_a_run_killed_again_and_again_at_any_time(unbroken: dict[str, Tensor], tmp_path: Path) -> None:
     rng, kills = random.Random(0), 0
     for attempt in range(40):
@@ -378,6 +380,7 @@ def test_a_run_killed_again_and_again_at_any_time(unbroken: dict[str, Tensor], t
     assert equal(load_file(tmp_path / "result.safetensors"), unbroken)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_ctrl_c_saves_and_says_how_to_go_on(
@@ -505,6 +508,7 @@ def test_no_pickle_is_written(tmp_path: Path) -> None:
 # ── more than one process, and other precisions ─────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 def test_two_processes_train_one_model(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -437,6 +437,7 @@ def test_a_loader_that_gives_nothing_is_one_clear_error(net: Path, name: str, me
         list(load_data(f"{net}:{name}", Sampling(), Preprocessing()))
 
 
+@pytest.mark.slow
 def test_importing_the_package_imports_no_optional_one() -> None:
     code = (
         "import sys, fairpruner.cli; print([m for m in ('timm', 'torchvision', 'transformers', 'sklearn',"

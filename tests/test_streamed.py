@@ -233,6 +233,7 @@ def test_a_wrong_cut_of_one_layer_is_found_by_streamed_discovery(
     assert "a cut model cannot run" in spaces.left_out["model.layers.1.mlp.gate_proj"]
 
 
+@pytest.mark.slow
 def test_the_command_works_layer_by_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = saved_model("qwen2_moe", tmp_path / "whole")
     monkeypatch.chdir(tmp_path)

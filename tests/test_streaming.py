@@ -241,6 +241,7 @@ def other_role(space: Any) -> None:
         part["role"] = "write"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("harm", [reversed_owners, dropped_slice, other_role])
 @pytest.mark.parametrize("family", ["llama", "qwen2_moe"])
 def test_a_strangers_plan_is_verified_before_it_is_streamed(harm: Any, family: str, tmp_path: Path) -> None:
