@@ -403,3 +403,10 @@ def test_a_tensor_is_one_batch_and_single_samples_are_told_what_to_do() -> None:
     single = torch.utils.data.TensorDataset(torch.randn(4, 3, 8, 8))
     with pytest.raises(fp.FairprunerError, match=r"wrap a dataset of single samples in torch\.utils\.data"):
         fp.score(convolution, single, spaces=fp.discover(convolution, torch.randn(1, 3, 8, 8)))
+
+
+@pytest.mark.parametrize("task", ["segmentation", "multilabel", "regression", "language"])
+def test_a_task_that_does_not_fit_the_labels_is_one_sentence(task: str) -> None:
+    data = [(inputs(), torch.arange(12) % 3)]  # class indices
+    with pytest.raises(fp.FairprunerError, match=r"batch 0 has labels int64\[\d+\], expected .* as loss="):
+        fp.score(mlp(), data, loss=task, removal="l1")

@@ -388,7 +388,7 @@ def test_an_encoder_decoder_has_two_paddings() -> None:
         (padded([[5], [6]]), "Batch 0 has no token to predict: give longer texts"),
         (
             {**padded([[5, 6, 7]]), "labels": torch.zeros(1, 2, dtype=torch.int64)},
-            r"logits \[1, 3, 99\] and batch 0 has labels int64\[1, 2\], expected a label for each",
+            r"batch 0 has labels int64\[1, 2\], expected logits .* a label for each token",
         ),
     ],
 )

@@ -128,6 +128,18 @@ def _classification(output: Any, batch: Batch) -> Tensor:
     return F.cross_entropy(widened(logits), labels.to(logits.device))
 
 
+def _mismatch(output: Any, batch: Batch, expected: str) -> FairprunerError:
+    """The error of a batch whose labels do not fit the output, for the task that was chosen."""
+    return FairprunerError(
+        f"The model returned {describe(output)} and batch {batch.position} has labels"
+        f" {describe(batch.labels)}, expected {expected}. Pass another task, or your own function, as loss=."
+    )
+
+
+def _dims(labels: Any) -> int:
+    return labels.ndim if isinstance(labels, Tensor) else 0
+
+
 def _check_classes(labels: Tensor, logits: Tensor, batch: Batch) -> None:
     if labels.numel() and int(labels.max()) >= logits.shape[1]:
         raise FairprunerError(
@@ -139,7 +151,8 @@ def _check_classes(labels: Tensor, logits: Tensor, batch: Batch) -> None:
 def _segmentation(output: Any, batch: Batch) -> Tensor:
     """The mean over all labelled pixels; smaller maps of logits are enlarged to the size of the labels."""
     logits = logits_of(output)
-    assert logits is not None
+    if logits is None or logits.ndim != 4 or _dims(batch.labels) != 3:
+        raise _mismatch(output, batch, "maps of logits [N, classes, H, W] and of class indices [N, H, W]")
     labels = pixel_labels(batch.labels).to(logits.device)
     _check_classes(labels, logits, batch)
     if logits.shape[2:] != labels.shape[1:]:
@@ -156,18 +169,16 @@ def pixel_labels(labels: Tensor) -> Tensor:
 
 def _multilabel(output: Any, batch: Batch) -> Tensor:
     logits = logits_of(output)
-    assert logits is not None
+    if logits is None or not isinstance(batch.labels, Tensor) or batch.labels.shape != logits.shape:
+        raise _mismatch(output, batch, "a logit for each label, in the same shape")
     wide = widened(logits)
     return F.binary_cross_entropy_with_logits(wide, batch.labels.to(wide.device, wide.dtype))
 
 
 def _regression(output: Any, batch: Batch) -> Tensor:
     found = logits_of(output)
-    if found is None or found.numel() != batch.labels.numel():
-        raise FairprunerError(
-            f"The model returned {describe(output)} and batch {batch.position} has labels"
-            f" {describe(batch.labels)}, expected as many numbers of each. Pass loss= for other outputs."
-        )
+    if found is None or not isinstance(batch.labels, Tensor) or found.numel() != batch.labels.numel():
+        raise _mismatch(output, batch, "as many numbers of each")
     wide = widened(found)
     return F.mse_loss(wide, batch.labels.to(wide.device, wide.dtype).reshape(wide.shape))
 
@@ -187,13 +198,8 @@ def token_losses(output: Any, batch: Batch) -> Tensor | None:
 def _language(output: Any, batch: Batch) -> Tensor:
     """The mean over all tokens that are predicted; logits [N, T, V]."""
     logits, targets = logits_of(output), targets_of(batch.inputs, batch.labels)
-    assert logits is not None
-    if targets is None or targets.shape != logits.shape[:2]:
-        raise FairprunerError(
-            f"The model returned logits {list(logits.shape)} and batch {batch.position} has labels"
-            f" {describe(batch.labels)}, expected a label for each of its tokens. Pass loss= for other"
-            " outputs."
-        )
+    if logits is None or logits.ndim != 3 or targets is None or targets.shape != logits.shape[:2]:
+        raise _mismatch(output, batch, "logits [N, tokens, words] and a label for each token")
     if bool((targets == IGNORED).all()):
         raise FairprunerError(
             f"Batch {batch.position} has no token to predict: give longer texts, or labels other than"
