@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fairpruner.terminal.interrupts import STOPPED
+from fairpruner.interrupts import STOPPED
 
 SOURCE = str(Path(__file__).parent.parent / "src")
 # The installed script, and what torchrun starts.
@@ -21,10 +21,10 @@ WAYS = {
 
 
 def interrupted(
-    arguments: list[str], number: signal.Signals, folder: Path
+    arguments: list[str], number: signal.Signals, folder: Path, *, during: str = "torch"
 ) -> subprocess.CompletedProcess[str]:
-    """Run Python with a torch that gets a signal while it is imported."""
-    (folder / "torch.py").write_text(
+    """Run Python with a module that gets a signal while it is imported."""
+    (folder / f"{during}.py").write_text(
         f"import os, signal, time\nos.kill(os.getpid(), {int(number)})\ntime.sleep(60)\n"
     )
     return subprocess.run(
@@ -40,10 +40,11 @@ def interrupted(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("during", ["email", "torch"])  # of the first module imported, and of the slowest
 def test_a_signal_during_the_imports_is_one_sentence(
-    way: str, number: signal.Signals, tmp_path: Path
+    way: str, number: signal.Signals, during: str, tmp_path: Path
 ) -> None:
-    done = interrupted(WAYS[way], number, tmp_path)
+    done = interrupted(WAYS[way], number, tmp_path, during=during)
     assert (done.returncode, done.stderr) == (130, f"{STOPPED}\n")
 
 

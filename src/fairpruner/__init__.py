@@ -1,10 +1,10 @@
 """Structured pruning for PyTorch: score a model once, then cut any smaller version of it."""
 
-from importlib.metadata import version
-
-from fairpruner.terminal import interrupts  # noqa: F401  # first: the imports below take seconds
+from fairpruner import interrupts  # noqa: F401  # first: the imports below take seconds
 
 # isort: split
+from importlib.metadata import version
+
 from fairpruner.allocation import allocate, shuffled, sweep
 from fairpruner.allocation.composition import compose
 from fairpruner.allocation.diagnostics import diagnose

@@ -1,6 +1,6 @@
 """Ctrl-C and SIGTERM: one sentence instead of a traceback, also while the command still imports torch.
 
-`fairpruner/__init__.py` imports this module first.
+`fairpruner/__init__.py` imports this module first, so it imports nothing that takes long.
 """
 
 from __future__ import annotations
