@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import random
-from collections import deque
+from collections import UserDict, deque
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -81,6 +82,50 @@ class Counting(nn.Module):
         return x
 
 
+class Activation:
+    """An object that a module calls as a function; it counts its calls, three objects deep."""
+
+    def __init__(self) -> None:
+        self.log = SimpleNamespace(inner=SimpleNamespace(calls=0))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.log.inner.calls += 1
+        return x
+
+
+class Calling(nn.Module):
+    """Holds objects of own classes and of the standard library, and a tensor that is not a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.activation = Activation()
+        self.by_shape: UserDict[Any, Tensor] = UserDict()
+        self.register_buffer("unset", torch.full((1,), float("nan")).expand(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.by_shape[len(self.by_shape)] = x.detach()
+        return self.activation(x)
+
+
+class Shared(nn.Module):
+    """Its class holds caches, which copies of the model share."""
+
+    tables: ClassVar[dict[int, Tensor]] = {}
+    table: Tensor | None = None
+
+    @cache  # noqa: B019 (which is what is tested)
+    def ramp(self, length: int) -> Tensor:
+        return torch.arange(float(length))
+
+    def forward(self, x: Tensor) -> Tensor:
+        width = x.shape[1]
+        if width not in self.tables:
+            self.tables[width] = torch.ones(width, dtype=x.dtype)
+        if Shared.table is None:
+            Shared.table = torch.ones(1, dtype=x.dtype)
+        return x * self.tables[width] * Shared.table + 0 * self.ramp(width).to(x)
+
+
 class Writing(nn.Module):
     """Writes into its parameters, one of them an embedding that shortens its rows as it reads them."""
 
@@ -137,6 +182,7 @@ class Normalising(nn.Module):
 STATEFUL: dict[str, Callable[[], nn.Module]] = {
     "cached anchors": Anchored,
     "counters and containers": Counting,
+    "objects": Calling,
     "parameters": Writing,
     "random numbers": Drawing,
     "hooks and modes": Hooking,
@@ -156,7 +202,7 @@ def state_of(value: Any) -> Any:
     if isinstance(value, Tensor):
         grad = value.grad if value.is_leaf else None
         return (
-            value.tolist(),
+            str(value.tolist()),  # as text, in which nan equals nan
             value.dtype,
             value.requires_grad,
             value.data_ptr(),
@@ -172,7 +218,7 @@ def state_of(value: Any) -> Any:
         return [(key, state_of(item)) for key, item in value.items()]
     if isinstance(value, (list, tuple, deque)):
         return [state_of(item) for item in value]
-    if isinstance(value, (nn.Module, SimpleNamespace)):
+    if isinstance(value, (nn.Module, SimpleNamespace, Activation)):
         return [type(value), state_of(vars(value))]
     if isinstance(value, np.ndarray):
         return value.tolist()
@@ -258,6 +304,28 @@ def test_a_failing_call_leaves_every_state_as_it_was(name: str) -> None:
         with pytest.raises((ValueError, fp.FairprunerError)):
             act()
         assert everything(model) == before
+
+
+def test_caches_of_a_class_are_as_before_although_copies_of_the_model_share_them() -> None:
+    """In float64, verification would leave tables with which the model fails in float32."""
+    model, example = model_with(Shared()), torch.ones(SIZE, 4)
+    model.eval()
+    for name, act in calls(model, example, data()):
+        act()
+        assert (Shared.tables, Shared.table) == ({}, None), name
+        assert Shared.ramp.cache_info().currsize == 0, name  # holds no copy of the model
+    assert model(example).dtype == torch.float32
+    assert set(Shared.tables) == {6}
+
+
+def test_hooks_stay_and_keep_what_they_recorded() -> None:
+    """A hook is a way to watch what a call does."""
+    model, recorded = model_with(nn.Identity()), []
+    model[1].register_forward_hook(lambda *_: recorded.append(1))
+    before = everything(model)
+    fp.count_flops(model, torch.ones(SIZE, 4))
+    assert recorded == [1]
+    assert everything(model) == before
 
 
 def test_a_model_that_normalises_in_place_overwrites_neither_example_nor_batches() -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fairpruner.errors import FairprunerError
-from fairpruner.models.preserving import slot_names, unchanged
+from fairpruner.models.preserving import classes_unchanged, slot_names, unchanged
 from fairpruner.models.randomness import random_state_kept
 
 
@@ -141,7 +141,8 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
     tracing, counting and signals.
     """
     fastpath = torch.backends.mha.get_fastpath_enabled()
-    with random_state_kept(tensor.device for tensor in chain(model.parameters(), model.buffers())):
+    devices = (tensor.device for tensor in chain(model.parameters(), model.buffers()))
+    with classes_unchanged(model), random_state_kept(devices):
         try:
             torch.backends.mha.set_fastpath_enabled(False)
             model.train()  # makes modules drop tensors that they derived from their weights

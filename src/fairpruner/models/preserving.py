@@ -2,17 +2,21 @@
 
 A model's forward pass may change any of it: caches of anchors or masks, running statistics, counters, lists
 of features. `discover`, `score` and other calls that must not change the model undo these changes.
+
+The classes of its modules are restored too, if they hold tensors or containers. What lies elsewhere is not:
+variables of functions and of Python files. The hooks of a model are restored, and what they recorded stays,
+because a hook may be the caller's way to watch a call.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import is_dataclass
 from functools import partial
-from types import SimpleNamespace
+from types import FunctionType, MethodType
 from typing import Any
 
 import numpy as np
@@ -26,8 +30,12 @@ from fairpruner.models.torch_private import TorchDispatchMode, written_tensors
 # is copied when an operation is about to write into it; few models do that in their forward pass.
 COPIED_PARAMETERS = 1 << 30
 # Objects inside objects are followed to this depth: a model may hold a trainer that holds the whole program.
-DEPTH = 2
-FOREIGN = sys.stdlib_module_names | {"torch", "numpy", "accelerate"}
+DEPTH = 4
+# Objects of these packages hold no state of a model, or state that is restored in other ways.
+FOREIGN = (sys.stdlib_module_names - {"collections", "types", "weakref"}) | {
+    *("torch", "numpy", "accelerate", "triton"),
+    "fairpruner",
+}
 
 Undo = Callable[[], object]
 
@@ -46,35 +54,64 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     ...     _ = model(torch.ones(1, 3))
     >>> model.shape
     """
-    memory = _Memory(model)
+    memory, writes = _Memory(), None
+    if sum(p.nbytes for p in model.parameters()) > COPIED_PARAMETERS:
+        memory.copying = False
+        writes = _CopyOnWrite(model, memory.undo)
+    memory.remember(model)
     try:
-        with memory.writes or nullcontext():
+        with writes or nullcontext():
             yield
     finally:
         memory.restore()
 
 
-class _Memory:
-    """The functions that undo every change to the objects that can be reached from a model."""
+@contextmanager
+def classes_unchanged(model: nn.Module) -> Iterator[None]:
+    """Restores the containers and tensors that the classes of a model's modules hold; its copies share them.
 
-    def __init__(self, model: nn.Module) -> None:
-        self._undo: list[Undo] = []
+    `lru_cache` on a method keeps every model that it was called on, so these caches are emptied.
+    """
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__ if not _is_foreign(kind)}
+    memory, before = _Memory(), {kind: dict(vars(kind)) for kind in kinds}
+    for held in before.values():
+        memory.remember(_caches(held))
+    methods = [getattr(held, "__func__", held) for names in before.values() for held in names.values()]
+    called = {method: method.cache_info() for method in methods if hasattr(method, "cache_info")}
+    try:
+        yield
+    finally:
+        memory.restore()
+        for kind, names in before.items():
+            _restore_class(kind, names)
+        for method, calls in called.items():
+            if method.cache_info() != calls:
+                method.cache_clear()
+
+
+class _Memory:
+    """The functions that undo every change to the objects that can be reached from some object."""
+
+    def __init__(self) -> None:
+        self.undo: list[Undo] = []
+        self.copying = True  # of parameters
         self._alive: list[Any] = []  # keeps ids from being used again
         self._seen: set[int] = set()
-        self._copying = sum(p.nbytes for p in model.parameters()) <= COPIED_PARAMETERS
-        self.writes = None if self._copying else _CopyOnWrite(model, self._undo)
-        waiting: list[tuple[Any, int]] = [(model, 0)]
+
+    def remember(self, root: Any) -> None:
+        """Note the present state of an object, and of all that it holds."""
+        waiting: list[tuple[Any, int]] = [(root, 0)]
         while waiting:
             value, depth = waiting.pop()
             if id(value) not in self._seen:
                 self._seen.add(id(value))
                 self._alive.append(value)
-                waiting += self._remember(value, depth)
+                waiting += self._parts(value, depth)
 
     def restore(self) -> None:
         """Undo all changes."""
         failed: BaseException | None = None
-        for undo in reversed(self._undo):
+        for undo in reversed(self.undo):
             try:
                 undo()
             except BaseException as error:  # noqa: PERF203 (one that fails does not keep others from it)
@@ -82,37 +119,41 @@ class _Memory:
         if failed is not None:
             raise failed
 
-    def _remember(self, value: Any, depth: int) -> list[tuple[Any, int]]:
+    def _parts(self, value: Any, depth: int) -> list[tuple[Any, int]]:
         """Note the present state of one object, and return the objects that it holds."""
         if isinstance(value, Tensor):
-            self._undo += _tensor(value, copying=self._copying or not isinstance(value, nn.Parameter))
+            self.undo += _tensor(value, copying=self.copying or not isinstance(value, nn.Parameter))
             return []
         if isinstance(value, nn.Module):
             if getattr(value, "max_norm", None):  # such an embedding rescales its rows when it reads them
-                self._undo += [_values(p) for p in value.parameters(recurse=False)]
-            return self._remember(vars(value), depth)
+                self.undo += [_values(p) for p in value.parameters(recurse=False)]
+            for name, held in vars(value).items():
+                if "_hooks" in name and isinstance(held, dict):  # the hooks themselves are not followed
+                    self._seen.add(id(held))
+                    self.undo.append(partial(_restore_dict, held, list(held.items())))
+            return self._parts(vars(value), depth)
         if isinstance(value, dict):
-            self._undo.append(partial(_restore_dict, value, list(value.items())))
+            self.undo.append(partial(_restore_dict, value, list(value.items())))
             return [(item, depth) for item in value.values()]
         if isinstance(value, (list, deque)):
-            self._undo.append(partial(_restore_sequence, value, list(value)))
+            self.undo.append(partial(_restore_sequence, value, list(value)))
             return [(item, depth) for item in value]
         if isinstance(value, set):
-            self._undo.append(partial(_restore_set, value, set(value)))
+            self.undo.append(partial(_restore_set, value, set(value)))
             return []
         if isinstance(value, (tuple, frozenset)):
             return [(item, depth) for item in value]
         if isinstance(value, np.ndarray):
-            self._undo += [partial(_restore_array, value, value.copy())] if value.flags.writeable else []
+            self.undo += [partial(_restore_array, value, value.copy())] if value.flags.writeable else []
             return []
         generator = restore_generator(value)
         if generator is not None:
-            self._undo.append(generator)
+            self.undo.append(generator)
             return []
         if depth == DEPTH or not _holds_state(value):
             return []
         slots = {name: getattr(value, name) for name in slot_names(value) if hasattr(value, name)}
-        self._undo.append(partial(_restore_slots, value, slots))
+        self.undo.append(partial(_restore_slots, value, slots))
         return [(held, depth + 1) for held in (slots, getattr(value, "__dict__", slots))]
 
 
@@ -142,10 +183,21 @@ def _memory(tensor: Tensor) -> int:
 
 def _holds_state(value: Any) -> bool:
     """Whether an object may hold state of the model; classes, functions and foreign objects do not."""
-    if isinstance(value, type) or callable(value):
+    if isinstance(value, (type, FunctionType, MethodType)):
         return False
-    package = type(value).__module__.partition(".")[0]
-    return isinstance(value, SimpleNamespace) or is_dataclass(value) or package not in FOREIGN
+    return is_dataclass(value) or not _is_foreign(type(value))
+
+
+def _is_foreign(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in FOREIGN
+
+
+def _caches(names: Mapping[str, Any]) -> dict[str, Any]:
+    """The attributes of a class in which it may keep what its modules computed."""
+    kinds = (Tensor, np.ndarray, dict, list, set, deque)
+    return {
+        name: held for name, held in names.items() if isinstance(held, kinds) and not name.startswith("__")
+    }
 
 
 def slot_names(value: Any) -> list[str]:
@@ -212,6 +264,14 @@ def _restore_slots(held: Any, before: dict[str, Any]) -> None:
             object.__setattr__(held, name, before[name])
 
 
+def _restore_class(kind: type, before: Mapping[str, Any]) -> None:
+    for name in _caches(vars(kind)).keys() | _caches(before).keys():
+        if name not in before:
+            type.__delattr__(kind, name)
+        elif vars(kind).get(name) is not before[name]:
+            type.__setattr__(kind, name, before[name])
+
+
 def _restore_array(array: np.ndarray, before: np.ndarray) -> None:
     if array.tobytes() != before.tobytes():
         array[...] = before
@@ -231,5 +291,6 @@ def _restore_memory(tensor: Tensor, before: Tensor) -> None:
 def _restore_values(tensor: Tensor, before: Tensor) -> None:
     # Inference mode can write into any tensor, and it does not raise the tensor's version.
     with torch.inference_mode():
-        if not torch.equal(tensor, before):
-            tensor.copy_(before)
+        if not torch.equal(tensor, before):  # also if a number is not a number
+            once = tuple(slice(1) if step == 0 else slice(None) for step in tensor.stride())
+            tensor[once].copy_(before[once])  # an expanded tensor can be written once only
