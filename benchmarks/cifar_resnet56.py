@@ -171,6 +171,13 @@ def page() -> str:
         for depth in (56, 20)
         for keep in (0.7, 0.5, 0.3)
     ]
+    gains = {
+        signal: found[after]["top1"] - found[before]["top1"]
+        for signal in SIGNALS
+        for before, after in [[Run(56, 0.5, rule, signal, "sequential") for rule in ("uniform", "tod")]]
+        if {before, after} <= found.keys()
+    }
+    compared = ", ".join(f"{gain:+.2f} with `{signal}`" for signal, gain in gains.items())
     return "\n\n".join(
         (
             pages.table(["repair", "wasserstein", "l1", "reconstruction"], methods),
@@ -188,6 +195,7 @@ def page() -> str:
                 ],
                 budgets,
             ),
+            f"After `sequential` repair, ToD minus uniform on ResNet-56: {compared}.",
         )
     )
 

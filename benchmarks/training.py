@@ -72,6 +72,35 @@ def densenet40() -> nn.Module:
     return nn.Sequential(*layers, *end)
 
 
+class InvertedResidual(nn.Module):
+    """Widen, filter each channel, narrow; added to the input where the shapes allow."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        wide = 4 * inputs
+        self.layers = nn.Sequential(
+            *(nn.Conv2d(inputs, wide, 1, bias=False), nn.BatchNorm2d(wide), nn.ReLU6()),
+            *(nn.Conv2d(wide, wide, 3, stride, 1, groups=wide, bias=False), nn.BatchNorm2d(wide), nn.ReLU6()),
+            *(nn.Conv2d(wide, outputs, 1, bias=False), nn.BatchNorm2d(outputs)),
+        )
+        self.added = stride == 1 and inputs == outputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x)
+        return x + out if self.added else out
+
+
+def mobilenet() -> nn.Module:
+    """A MobileNetV2 for 32x32 images: 7 inverted residuals of 16 to 64 channels."""
+    shapes = [(16, 24, 1), (24, 24, 1), (24, 40, 2), (40, 40, 1), (40, 40, 1), (40, 64, 2), (64, 64, 1)]
+    return nn.Sequential(
+        *(nn.Conv2d(3, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU6()),
+        *(InvertedResidual(*shape) for shape in shapes),
+        *(nn.Conv2d(64, 160, 1, bias=False), nn.BatchNorm2d(160), nn.ReLU6()),
+        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(160, 10)),
+    )
+
+
 def convnext() -> nn.Module:
     """A ConvNeXt for 32x32 images: blocks of 40 to 160 channels."""
     from timm.models.convnext import ConvNeXt
@@ -90,6 +119,7 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "VGG-16-BN": vgg16_bn,
     "AlexNet": alexnet,
     "DenseNet-40": densenet40,
+    "MobileNet": mobilenet,
     "ConvNeXt": convnext,
     "DeiT": deit,
 }
