@@ -23,7 +23,7 @@ from fairpruner.models import torch_private
 SOURCE = Path(fp.__file__).parent
 ADAPTERS = {"models/torch_private.py", "models/transformers_private.py"}
 PRIVATE = re.compile(
-    r"torch\._|torch\.utils\._|modules\.\w+\._|_overloadpacket|\._schema\b|\._base\b|\._version\b|module\._buffers|_non_persistent"
+    r"torch\._|torch\.utils\._|modules\.\w+\._|_overloadpacket|\._schema\b|\._base\b|\._version\b|(?<!self)\._(?:modules|parameters|buffers)\b|_non_persistent"
     r"|ALL_EXPERTS_FUNCTIONS|\._experts_implementation|_apply_gate|core_model_loading|conversion_mapping\b"
     r"|_weight_conversions|_model_mapping"
 )
@@ -62,6 +62,11 @@ def test_torch_has_what_torch_private_uses() -> None:
     out = torch.ops.aten.add.out
     assert torch_private.written_tensors(out, (weight, weight), {"out": other}) == [other]
     assert not torch_private.is_compiled(nn.Linear(2, 2))
+    layers = nn.Sequential(nn.Linear(2, 2))
+    own, other_layer = layers[0], nn.ReLU()
+    with torch_private.replaced_children(layers, {"0": other_layer}):
+        assert list(layers.children()) == [other_layer]
+    assert list(layers.children()) == [own]
     norm = nn.BatchNorm2d(3)
     assert torch_private.held_tensors(norm, "weight")["weight"] is norm.weight
     assert torch_private.held_tensors(norm, "running_mean")["running_mean"] is norm.running_mean

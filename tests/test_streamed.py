@@ -23,6 +23,7 @@ from fairpruner.cli import app
 from fairpruner.evaluation import perplexity
 from fairpruner.inputs import walking
 from fairpruner.inputs.streamed import Streamed
+from fairpruner.repair import streamed as streamed_repair
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
@@ -321,6 +322,18 @@ def test_a_killed_repair_continues_at_any_layer(tmp_path: Path, monkeypatch: pyt
         except _Killed:
             assert not (tmp_path / "small").exists()
     assert same_tensors(fp.load(tmp_path / "small"), fp.load(tmp_path / "once"))
+
+
+def test_a_repair_that_raises_the_loss_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = saved_model("llama", tmp_path / "whole")
+    spaces = fp.discover(model, token_batches()[0])
+    plan = fp.Plan.removing(spaces, some_units(spaces, 0.4, 0))
+    losses = {"plain": 1.0, "cut": 1.1}
+    monkeypatch.setattr(streamed_repair, "_loss", lambda walk, role: losses[role])
+    streamed = Streamed(f"hf:{tmp_path / 'whole'}", work=tmp_path / "work")
+    (note,) = fp.cut_files(streamed, plan, tmp_path / "small", data=token_batches())
+    assert note.reason == "the loss on the data would rise from 1 to 1.1"
+    assert same_tensors(fp.load(tmp_path / "small"), fp.cut(model, plan))
 
 
 def test_a_repair_that_needs_the_whole_model_is_refused(tmp_path: Path) -> None:

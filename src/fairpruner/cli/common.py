@@ -137,6 +137,11 @@ def parse_names(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
+def optional_names(text: str | None) -> list[str] | None:
+    """The names of an option; None if it was not given."""
+    return parse_names(text) if text else None
+
+
 Model = Annotated[
     str,
     typer.Argument(

@@ -25,6 +25,7 @@ from fairpruner.cli.common import (
     app,
     beside,
     is_first,
+    optional_names,
     parse_budget,
     parse_names,
     show,
@@ -46,7 +47,7 @@ from fairpruner.inputs.hugging_face import is_source, place_of
 from fairpruner.pipeline import PRESETS
 from fairpruner.pipeline.search import EFFORT
 from fairpruner.recovery.recipe import OPTIMIZERS, SCHEDULES
-from fairpruner.repair import METHODS, Note
+from fairpruner.repair import METHODS
 from fairpruner.repair.streamed import RepairedTensors, check_method, repairing
 
 # The kinds of the demo's files.
@@ -123,26 +124,17 @@ def cut(
         if repair and data:
             check_method(repair)
             large = streamed(model, beside(output, work), weights, device)
-            samples = data_options.read(model, large.model, data)
-            repaired = repairing(large, chosen, samples, repair)
-        with repaired as found:
-            stream(
-                place_of(model),
-                chosen,
-                output,
-                max_shard_size=max_shard_size,
-                force=force,
-                changes=found.tensors,
-            )
-        show(show_plan(chosen, str(output), found.notes), as_json)
-        return
-    net = trained(model, weights, device)
-    small = fp.cut(net, chosen)
-    notes: tuple[Note, ...] = ()
-    if repair and data:
-        samples = data_options.read(model, net, data)
-        small, notes = fp.repair_with_notes(small, net, chosen, samples, method=parse_names(repair))
-    fp.save(small, chosen, output, build=model, max_shard_size=max_shard_size, force=force)
+            repaired = repairing(large, chosen, data_options.read(model, large.model, data), repair)
+        with repaired as (changes, notes):
+            place = place_of(model)
+            stream(place, chosen, output, max_shard_size=max_shard_size, force=force, changes=changes)
+    else:
+        net = trained(model, weights, device)
+        small, notes = fp.cut(net, chosen), ()
+        if repair and data:
+            samples = data_options.read(model, net, data)
+            small, notes = fp.repair_with_notes(small, net, chosen, samples, method=parse_names(repair))
+        fp.save(small, chosen, output, build=model, max_shard_size=max_shard_size, force=force)
     show(show_plan(chosen, str(output), notes), as_json)
 
 
@@ -271,7 +263,7 @@ def prune(
         keep=parse_budget(keep) if keep else None,
         alpha=alpha,
         rounds=rounds,
-        repair=parse_names(repair) if repair else None,
+        repair=optional_names(repair),
         recover_epochs=recover_epochs,
         train=(
             _for_training(replace(data_options, samples=None).read(model, net, train or data), augment)
@@ -281,7 +273,7 @@ def prune(
         preset=preset,
         effort=effort,
         options={
-            "discover": {"kinds": parse_names(kinds) if kinds else None, "skip": skip or ()},
+            "discover": {"kinds": optional_names(kinds), "skip": skip or ()},
             "score": {"removal": removal, "protection": protection, "seed": data_options.seed},
             "recover": {
                 "recipe": fp.Recipe(learning_rate=learning_rate, seed=data_options.seed),

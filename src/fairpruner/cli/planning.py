@@ -30,9 +30,9 @@ from fairpruner.cli.common import (
     app,
     beside,
     is_first,
+    optional_names,
     parse_budget,
     parse_multiple,
-    parse_names,
     parse_number,
     parse_numbers,
     parse_shape,
@@ -92,7 +92,7 @@ def discover(
             raise FairprunerError(
                 f"The input shape of {model} is unknown: give --shape, such as --shape 3,32,32, or --data."
             )
-    spaces = fp.discover(large or net, example, kinds=parse_names(kinds) if kinds else None, skip=skip or ())
+    spaces = fp.discover(large or net, example, kinds=optional_names(kinds), skip=skip or ())
     show(show_spaces(spaces), as_json)
 
 
@@ -161,10 +161,10 @@ def score(
     spaces = fp.discover(
         large or net,
         example_of(batches, at, net),
-        kinds=parse_names(kinds) if kinds else None,
+        kinds=optional_names(kinds),
         skip=skip or (),
     )
-    removals, protections = (parse_names(names) if names else None for names in (removal, protection))
+    removals, protections = (optional_names(names) for names in (removal, protection))
     scores = fp.score(
         large or net,
         batches,
@@ -235,7 +235,7 @@ def plan(
     loaded = Scores.load(scores).using(removal, protection)
     budget = parse_budget(keep) if keep else None
     if kinds or skip:
-        loaded = loaded.only(parse_names(kinds) if kinds else None, skip or ())
+        loaded = loaded.only(optional_names(kinds), skip or ())
     constraints = _constraints(multiple_of, min_keep, latency)
     chosen = fp.allocate(loaded, alpha, keep=budget, rule=rule, exact=exact, **constraints)
     diagnosis = fp.diagnose(loaded, chosen)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -53,22 +53,13 @@ class Walk:
         """Find out what the layers are called with, and keep what the first one reads, once for each role."""
         shell, shared = self.streamed.shell(), SharedTensors()
         missing = [role for role in roles if not self._begun(role)]
-
-        def calls() -> Iterator[tuple[int, Tensor]]:
-            self._calls = []
+        with ExitStack() as stages:
+            writers = [stages.enter_context(self.folder.writing(stage(role, 0))) for role in missing]
             for index, batch in enumerate(self.batches):
-                found = shell.calls(batch.inputs)
-                self._calls.append(shared.without_streams(found))
-                yield index, found[0].stream
-
-        for role in missing or roles[:1]:
-            if not missing:
-                for _ in calls():
-                    pass
-                return
-            with self.folder.writing(stage(role, 0)) as write:
-                for index, stream in calls():
-                    write(index, stream.numpy())
+                calls = shell.calls(batch.inputs)
+                self._calls.append(shared.without_streams(calls))
+                for write in writers:
+                    write(index, calls[0].stream.numpy())
 
     def _begun(self, role: str) -> bool:
         return any(name.startswith(f"{role}-") for name in self.folder.stages())

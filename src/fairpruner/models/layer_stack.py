@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from fairpruner.errors import FairprunerError
 from fairpruner.models.calling import call, describe, tensors_of
 from fairpruner.models.copying import deep_copy
+from fairpruner.models.torch_private import replaced_children
 
 CALLS = "layer_calls"  # the argument of a `LayerModel`: role -> `LayerCall`
 COMPARED = 8  # tensors of one shape that a new one may equal
@@ -159,14 +160,11 @@ def _pass_on_in_tuple(given: LayerCall) -> tuple[Tensor]:
 def _replacing_layers(
     model: nn.Module, path: str, replacement: Callable[[int, nn.Module], nn.Module]
 ) -> Iterator[None]:
-    """Inside, the list at `path` holds replacements; the user's own layers are not touched."""
+    """Inside, the list at `path` holds replacements; the layers themselves are not changed."""
     layers: Any = model.get_submodule(path)
-    own = layers._modules
-    try:
-        layers._modules = {name: replacement(i, layer) for i, (name, layer) in enumerate(own.items())}
+    replacements = {str(number): replacement(number, layer) for number, layer in enumerate(layers)}
+    with replaced_children(layers, replacements):
         yield
-    finally:
-        layers._modules = own
 
 
 class Shell:

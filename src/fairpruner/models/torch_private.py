@@ -39,6 +39,7 @@ __all__ = [
     "is_in_place",
     "operation_name",
     "plain_function",
+    "replaced_children",
     "tree_flatten",
     "tree_map_only",
     "unsaved_buffers",
@@ -142,6 +143,17 @@ def unsaved_buffers(model: nn.Module) -> set[str]:
 def held_tensors(module: nn.Module, name: str) -> dict[str, Any]:
     """The dict in which a module holds its parameter or buffer of this name."""
     return module._parameters if name in module._parameters else module._buffers
+
+
+@contextmanager
+def replaced_children(module: nn.Module, children: dict[str, nn.Module]) -> Iterator[None]:
+    """Inside, a module has these children instead of its own."""
+    own = module._modules
+    module._modules = dict(children)
+    try:
+        yield
+    finally:
+        module._modules = own
 
 
 @contextmanager

@@ -20,8 +20,8 @@ from fairpruner.models.devices import device_of_model
 from fairpruner.models.fingerprint import check_same_model
 from fairpruner.models.narrowing import replaced_modules
 from fairpruner.models.supported import check_supported
-from fairpruner.repair.job import Job, first_batch
-from fairpruner.repair.methods import COMPARED, METHODS
+from fairpruner.repair.job import Job, compared, first_batch, would_raise_loss
+from fairpruner.repair.methods import METHODS
 from fairpruner.repair.notes import Note, Repaired
 from fairpruner.repair.statistics import Statistics
 from fairpruner.repair.streamed import cut_files
@@ -97,8 +97,7 @@ def repair_with_notes(
                 best, least = trial, after
                 notes += found
             else:
-                reason = f"the loss on the data would rise from {least:.4g} to {after:.4g}"
-                notes.append(Note(name, "kept", reason))
+                notes.append(would_raise_loss(name, least, after))
     for before, module in zip(small.modules(), best.modules(), strict=True):
         module.training = before.training
     return Repaired(best, tuple(notes))
@@ -112,18 +111,12 @@ def _read(method: str, data: Iterable[Any], device: torch.device, model: nn.Modu
 
 
 def _loss(small: nn.Module, model: nn.Module, data: Iterable[Any], *, loss: Loss | None) -> float:
-    """The mean loss of the first batches, or their distance to the original if they have no labels.
-
-    Batches are read until they hold COMPARED predictions: samples, or tokens of texts.
-    """
-    total, samples, predictions = 0.0, 0, 0
-    for batch in read_batches(data, device_of_model(model), model):
+    """The mean loss of the compared batches, or their distance to the original if they have no labels."""
+    total, samples = 0.0, 0
+    for batch in compared(read_batches(data, device_of_model(model), model)):
         found = loss_or_distance(loss, forward(small, batch), batch, partial(forward, model, batch))
         total += found * batch.size
         samples += batch.size
-        predictions += max(batch.size, batch.predicted_tokens())
-        if predictions >= COMPARED:
-            break
     return total / samples
 
 

@@ -11,6 +11,9 @@ from torch import nn
 from fairpruner.core.plan import Plan
 from fairpruner.inputs.batches import Batch, no_samples, read_batches
 from fairpruner.models.devices import device_of_model
+from fairpruner.repair.notes import Note
+
+COMPARED = 200  # predictions on which the loss before and after a repair is compared
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,6 +24,21 @@ class Job:
     model: nn.Module
     plan: Plan
     read: Callable[[], Iterator[Batch]]  # reads the data once more
+
+
+def compared(batches: Iterable[Batch]) -> Iterator[Batch]:
+    """The first batches, until they hold COMPARED predictions: samples, or tokens of texts."""
+    predictions = 0
+    for batch in batches:
+        yield batch
+        predictions += max(batch.size, batch.predicted_tokens())
+        if predictions >= COMPARED:
+            return
+
+
+def would_raise_loss(method: str, before: float, after: float) -> Note:
+    """The note for a method whose result is dropped."""
+    return Note(method, "kept", f"the loss on the data would rise from {before:.4g} to {after:.4g}")
 
 
 def first_batch(data: Iterable[Any], model: nn.Module) -> Batch:

@@ -26,5 +26,3 @@ METHODS: dict[str, Callable[[Job], list[Note]]] = {
     "batchnorm": reestimate,
     "tune": lambda job: tune(job.small, Targets(job.small, job.model, job.plan, job.read), job.read),
 }
-
-COMPARED = 200  # predictions on which the loss is compared

@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,8 +30,8 @@ from fairpruner.inputs.walking import Walk, stage, walking
 from fairpruner.models.calling import in_eval_mode
 from fairpruner.models.layer_stack import LayerModel
 from fairpruner.models.narrowing import cut_units
-from fairpruner.repair.job import Job
-from fairpruner.repair.methods import COMPARED, METHODS
+from fairpruner.repair.job import Job, compared, would_raise_loss
+from fairpruner.repair.methods import METHODS
 from fairpruner.repair.notes import Note
 from fairpruner.repair.tensors import tensors_by_name
 from fairpruner.surgery import cut_without_weights
@@ -59,9 +59,9 @@ def cut_files(
     if data is None:
         stream(streamed.place, plan, folder, force=force)
         return ()
-    with repairing(streamed, plan, data, method) as repaired:
-        stream(streamed.place, plan, folder, force=force, changes=repaired.tensors)
-    return repaired.notes
+    with repairing(streamed, plan, data, method) as (changes, notes):
+        stream(streamed.place, plan, folder, force=force, changes=changes)
+    return notes
 
 
 def check_method(method: str) -> None:
@@ -73,8 +73,7 @@ def check_method(method: str) -> None:
         )
 
 
-@dataclass(frozen=True, eq=False)
-class RepairedTensors:
+class RepairedTensors(NamedTuple):
     """The tensors that a repair changed, by name, and what it did to each weight."""
 
     tensors: Changes
@@ -95,11 +94,10 @@ def repairing(streamed: Streamed, plan: Plan, data: Iterable[Any], method: str) 
         walk.start(ORIGINAL, CUT, PLAIN)
         notes = [note for layer in range(streamed.count) for note in _Layer(walk, plan, layer).repair(method)]
         before, after = (_loss(walk, role) for role in (PLAIN, CUT))
-        if after > before:
-            reason = f"the loss on the data would rise from {before:.4g} to {after:.4g}"
-            yield RepairedTensors({}, (Note(method, "kept", reason),))
-        else:
+        if after <= before:
             yield RepairedTensors(_changes(walk), tuple(notes))
+        else:
+            yield RepairedTensors({}, (would_raise_loss(method, before, after),))
 
 
 class _Layer:
@@ -130,7 +128,7 @@ class _Layer:
 
     def _repair(self, model: LayerModel, small: LayerModel, method: str) -> None:
         folder, name = self._walk.folder, stage(REPAIRED, self._number)
-        self._pass_on(small, PLAIN, _compared(self._walk.batches))
+        self._pass_on(small, PLAIN, range(sum(1 for _ in compared(self._walk.batches))))
         small.role = CUT
         if folder.has(name):
             _fill(self._walk, name, small)
@@ -164,21 +162,10 @@ class _Layer:
         self._walk.write(stage(role, self._number + 1), title, run, indices)
 
 
-def _compared(batches: Sequence[Batch]) -> range:
-    """The first batches, until they hold COMPARED predictions."""
-    predictions = 0
-    for count, batch in enumerate(batches, start=1):
-        predictions += max(batch.size, batch.predicted_tokens())
-        if predictions >= COMPARED:
-            return range(count)
-    return range(len(batches))
-
-
 def _loss(walk: Walk, role: str) -> float:
-    """The mean loss of the first batches, from what the last layer returned in a role."""
+    """The mean loss of the compared batches, from what the last layer returned in a role."""
     shell, total, samples = walk.streamed.shell(), 0.0, 0
-    for index in _compared(walk.batches):
-        batch = walk.batches[index]
+    for index, batch in enumerate(compared(walk.batches)):
         output = shell.finish(batch.inputs, walk.stream(index, walk.streamed.count, role))
         total += float(mean_loss(None, output, batch)) * batch.size
         samples += batch.size
