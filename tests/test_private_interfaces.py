@@ -58,6 +58,8 @@ def test_torch_has_what_torch_private_uses() -> None:
     assert torch_private.base_of(weight) is weight
     other = torch.ones(2, 3)
     assert torch_private.written_tensors(add_, (other, weight), {}) == [other]
+    assert isinstance(torch_private.multiplies_bfloat16(torch.device("cpu")), bool)
+    assert not torch_private.multiplies_bfloat16(torch.device("meta"))
     assert torch_private.written_tensors(add, (other, weight), {}) == []
     out = torch.ops.aten.add.out
     assert torch_private.written_tensors(out, (weight, weight), {"out": other}) == [other]

@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import fairpruner as fp
+import fairpruner.recovery.launch
 import fairpruner.recovery.training
 from fairpruner.inputs.batches import Batch
 from fairpruner.recovery import recover
@@ -575,6 +577,40 @@ def test_mixed_precision_leaves_a_plain_model(monkeypatch: pytest.MonkeyPatch) -
     assert {p.dtype for p in found.parameters()} == {torch.float32}
 
 
+def test_the_short_recipe_is_in_bfloat16_where_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    class Spy(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            out = super().forward(x)
+            seen.append(out.dtype)
+            return out
+
+    def loss(output: Tensor, labels: Tensor) -> Tensor:
+        assert output.dtype == torch.float32
+        return F.cross_entropy(output, labels)
+
+    net = nn.Sequential(nn.Linear(4, 6), Spy(6, 3))
+    recipe = replace(Recipe.short_for(net), loss=loss)
+    for faster, dtype in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr(fairpruner.recovery.launch, "multiplies_bfloat16", lambda _, f=faster: f)
+        found = recover(
+            net, some_data(), epochs=1, validation=some_data(), teacher=small_net(), recipe=recipe
+        )
+        assert set(seen) == {dtype}
+        assert {p.dtype for p in found.parameters()} == {torch.float32}
+        seen.clear()
+    recover(
+        net.double(), [(x.double(), y) for x, y in some_data()], epochs=1, recipe=Recipe(precision="auto")
+    )
+    assert set(seen) == {torch.float64}
+
+
+def test_the_short_recipe_suits_the_model() -> None:
+    assert Recipe.short_for(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))).optimizer == "sgd"
+    assert Recipe.short_for(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))).optimizer == "adamw"
+
+
 # ── wrong input ─────────────────────────────────────────────────────────────────────────────────
 
 
@@ -583,6 +619,7 @@ def test_mixed_precision_leaves_a_plain_model(monkeypatch: pytest.MonkeyPatch) -
     [
         ({"optimizer": "sdg"}, "Unknown optimizer 'sdg': did you mean 'sgd'"),
         ({"schedule": "cosinus"}, "did you mean 'cosine'"),
+        ({"precision": "fp16"}, "Unknown precision 'fp16'"),
         ({"learning_rate": 0}, "learning_rate=0, expected a number above 0"),
         ({"learning_rate": float("nan")}, "learning_rate=nan"),
         ({"weight_decay": -1}, "weight_decay=-1"),

@@ -37,6 +37,7 @@ __all__ = [
     "hooked_modules",
     "is_compiled",
     "is_in_place",
+    "multiplies_bfloat16",
     "operation_name",
     "plain_function",
     "replaced_children",
@@ -51,6 +52,17 @@ AnyConvolution = _ConvNd  # of any number of dimensions, transposed ones too
 AnyBatchNorm = _BatchNorm
 watch_worker_processes = _set_SIGCHLD_handler  # as a loader does before it starts its first worker
 plain_function = torch._C.DisableTorchFunctionSubclass  # inside, tensor subclasses are plain tensors
+
+
+def multiplies_bfloat16(device: torch.device) -> bool:
+    """Whether the device has instructions for products in bfloat16, so that they are faster than in float32.
+
+    A CPU with AMX is not counted: some virtual machines announce AMX and end the process that uses it.
+    """
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    cpu = torch.cpu
+    return device.type == "cpu" and cpu._is_avx512_bf16_supported() and not cpu._is_amx_tile_supported()
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *_: Any, out_val: Any = None, **__: Any) -> int:

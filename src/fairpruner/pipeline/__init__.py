@@ -31,7 +31,7 @@ from fairpruner.pipeline.search import (
     make_candidates,
     useful_removals,
 )
-from fairpruner.recovery import recover
+from fairpruner.recovery import Recipe, recover
 from fairpruner.repair import METHODS
 from fairpruner.repair import repair as repair_cut
 from fairpruner.scoring.objective import Objective
@@ -80,9 +80,9 @@ def prune(
     With several rounds, or with a tolerance, each round uses the paper's signals and rule, or those in
     `options`. With R rounds, each round keeps the R-th root of the budget's share. A tolerance holds in every
     round. `repair` names the methods that are applied after each cut. `recover_epochs` epochs are trained
-    after each cut on `train`, or on `data`. The original model is then the teacher, except with
-    `preset="paper"`. `options` are keyword arguments of the stages: {"score": {"removal": "l1"}, "recover":
-    {"recipe": Recipe(ema=0.99)}}.
+    after each cut on `train`, or on `data`. They use `Recipe.short_for(model)`, and the original model is the
+    teacher; with `preset="paper"` they use the paper's recipe and no teacher. `options` are keyword arguments
+    of the stages: {"score": {"removal": "l1"}, "recover": {"recipe": Recipe(ema=0.99)}}.
 
     >>> import torch
     >>> net = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
@@ -120,7 +120,7 @@ def prune(
                 small,
                 train if train is not None else data,
                 epochs=recover_epochs,
-                **{"teacher": model if preset == "best" else None, **_of_round(done, options["recover"])},
+                **{**_training(model, preset), **_of_round(done, options["recover"])},
             )
         current, whole = small, plan if whole is None else compose(whole, plan)
     assert whole is not None  # there is at least one round
@@ -144,6 +144,11 @@ def _searched(
         objective = Objective.of(model, first, options["repair"].get("loss", scoring.get("loss")), seed=0)
     task = objective.task if objective.loss is None else None  # a caller's loss may take outputs of any form
     return choose(model, data, candidates, replace(search, loss=objective.loss, task=task))
+
+
+def _training(model: nn.Module, preset: str) -> dict[str, Any]:
+    """The arguments of `recover` for a preset."""
+    return {"teacher": model, "recipe": Recipe.short_for(model)} if preset == "best" else {}
 
 
 def _of_round(number: int, options: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,8 +1,9 @@
-"""How this process was launched: its accelerator, the devices of its models, and sums over all processes."""
+"""How this process was launched: its accelerator, devices, precision, and sums over all processes."""
 
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +12,8 @@ from torch import nn
 
 from fairpruner.errors import FairprunerError, import_extra
 from fairpruner.models.devices import devices_of_model
+from fairpruner.models.torch_private import multiplies_bfloat16
+from fairpruner.recovery.recipe import PRECISIONS
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -68,3 +71,28 @@ def summed(accelerator: Accelerator, *numbers: float) -> list[float]:
     mine = torch.tensor(numbers, dtype=torch.float64, device=accelerator.device)
     total: list[float] = accelerator.reduce(mine, "sum").tolist()
     return total
+
+
+def precision_of(wanted: str, accelerator: Accelerator, net: nn.Module) -> str:
+    """The precision of products, by accelerate's name: "no" for that of the weights, "bf16" or "fp16".
+
+    A launch with `--mixed_precision` decides. Otherwise "auto" is bfloat16 if the weights are float32 and the
+    device is faster with it.
+    """
+    if accelerator.mixed_precision != "no":
+        return str(accelerator.mixed_precision)
+    if wanted != "auto":
+        return PRECISIONS[wanted]
+    wide = all(p.dtype == torch.float32 for p in net.parameters() if p.is_floating_point())
+    faster = all(multiplies_bfloat16(device) for device in devices_of_model(net))
+    return PRECISIONS["bfloat16" if wide and faster else "float32"]
+
+
+def autocast(
+    precision: str, accelerator: Accelerator, device: torch.device
+) -> AbstractContextManager[object]:
+    """Inside, products are computed in this precision."""
+    if precision == accelerator.mixed_precision:
+        launched: AbstractContextManager[object] = accelerator.autocast()
+        return launched
+    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")

@@ -16,6 +16,7 @@ from fairpruner.errors import FairprunerError, unknown
 from fairpruner.inputs.batches import Batch, forward
 from fairpruner.inputs.losses import Loss, logits_of, mean_loss
 from fairpruner.models.calling import describe
+from fairpruner.models.torch_private import AnyBatchNorm
 
 MakeOptimizer = Callable[[list[nn.Parameter], "Recipe"], Optimizer]
 Schedule = Callable[[float], float]  # share of the training done, in [0, 1) -> factor of the learning rate
@@ -33,6 +34,12 @@ SCHEDULES: dict[str, Schedule] = {
     "linear": lambda done: 1 - done,
     "constant": lambda done: 1.0,
 }
+# precision of products -> accelerate's name of it
+PRECISIONS = {"auto": "", "float32": "no", "bfloat16": "bf16"}
+# For a few epochs with a teacher; docs/recovery.md has the measurements.
+SHORT: dict[str, Any] = {"distillation": 0.9, "precision": "auto"}
+WITH_BATCH_NORMS: dict[str, Any] = {"learning_rate": 0.02, "weight_decay": 5e-4}
+WITHOUT: dict[str, Any] = {"optimizer": "adamw", "learning_rate": 2e-4, "weight_decay": 0.05}
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,9 @@ class Recipe:
     ema: float = 0.0  # decay of the average of the weights, which is then validated and returned; 0 is off
     distillation: float = 0.5  # weight of the distillation loss, if there is a teacher
     temperature: float = 4.0  # of the distillation loss
+    precision: str = (
+        "float32"  # of products; "bfloat16", or "auto": bfloat16 where the device is faster in it
+    )
     seed: int = 0
     checkpoint_every: int = 500  # training steps
 
@@ -63,6 +73,7 @@ class Recipe:
         for what, value, table in (
             ("optimizer", self.optimizer, OPTIMIZERS),
             ("schedule", self.schedule, SCHEDULES),
+            ("precision", self.precision, PRECISIONS),
         ):
             if not callable(value) and value not in table:
                 raise unknown(what, value, table)
@@ -75,6 +86,18 @@ class Recipe:
                 f"Recipe label_smoothing={self.label_smoothing:g} applies to cross-entropy, which loss="
                 " replaces: give one of the two."
             )
+
+    @classmethod
+    def short_for(cls, model: nn.Module) -> Recipe:
+        """The recipe for a few epochs with a teacher, which `prune` uses.
+
+        Networks with batch norms are trained by SGD, others, such as transformers, by AdamW.
+
+        >>> Recipe.short_for(nn.Linear(3, 2)).optimizer
+        'adamw'
+        """
+        normed = any(isinstance(module, AnyBatchNorm) for module in model.modules())
+        return cls(**SHORT, **(WITH_BATCH_NORMS if normed else WITHOUT))
 
     def make_optimizer(self, model: nn.Module) -> Optimizer:
         """An optimizer for all parameters that are not frozen."""

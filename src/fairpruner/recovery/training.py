@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import astuple, replace
 from pathlib import Path
 from threading import Event
@@ -27,7 +28,14 @@ from fairpruner.recovery.checkpoints import FILE, identity, load_checkpoint, sav
 from fairpruner.recovery.data import COMPUTING, epoch_batches, reseed, shard, steps_of
 from fairpruner.recovery.history import Epoch, Tally
 from fairpruner.recovery.interrupts import noticing_interrupts
-from fairpruner.recovery.launch import accelerator_of_launch, is_spread, placed, summed
+from fairpruner.recovery.launch import (
+    accelerator_of_launch,
+    autocast,
+    is_spread,
+    placed,
+    precision_of,
+    summed,
+)
 from fairpruner.recovery.progress import ShowProgress, training_bar
 from fairpruner.recovery.recipe import Recipe, training_loss
 from fairpruner.recovery.state import TrainingState
@@ -104,6 +112,7 @@ class _Training:
         average = ema_of(net, recipe.ema) if recipe.ema else None
         optimizer = recipe.make_optimizer(net)
         self.device = device_of_model(net)
+        self.precision = precision_of(recipe.precision, accelerator, net)
         self.rates = [group["lr"] for group in optimizer.param_groups]
         # self.model is the net, wrapped as the launch requires; so is self.optimizer.
         self.model, self.optimizer = accelerator.prepare(
@@ -121,7 +130,7 @@ class _Training:
             "epochs": epochs,
             "processes": accelerator.num_processes,
             "accumulated batches": accelerator.gradient_accumulation_steps,
-            "precision": accelerator.mixed_precision,
+            "precision": self.precision,
         }
 
     def set_data(self, train: Iterable[Any], validation: Iterable[Any] | None) -> None:
@@ -187,8 +196,8 @@ class _Training:
         self.model.train()
         try:
             with self.accelerator.accumulate(self.model):
-                output = forward(self.model, batch)
-                with self.accelerator.autocast():
+                with self._autocast():
+                    output = self._forward(self.model, batch)
                     loss = training_loss(self.recipe, output, batch, self.teacher)
                 self.accelerator.backward(loss)
                 self.optimizer.step()
@@ -205,6 +214,15 @@ class _Training:
         state.position, self.unsaved = state.position + 1, self.unsaved + 1
         state.tally.add(float(loss.detach()), output, batch)
         state.tally.seconds += perf_counter() - start
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        return autocast(self.precision, self.accelerator, self.device)
+
+    def _forward(self, model: nn.Module, batch: Batch) -> Any:
+        """The output of a model; losses are computed in float32."""
+        from accelerate.utils import convert_to_fp32
+
+        return forward(model, batch) if self.precision == "no" else convert_to_fp32(forward(model, batch))
 
     def _factor(self, position: int) -> float:
         """The factor of the learning rate at a batch; for data without a length it changes per epoch only."""
@@ -239,11 +257,11 @@ class _Training:
             return None
         tally, model = Tally(), self.state.judged
         model.train().eval()  # train() makes modules drop tensors that they derived from old weights
-        with torch.no_grad(), self.accelerator.autocast():
+        with torch.no_grad(), self._autocast():
             for batch in epoch_batches(
                 self.validation, self.device, seed=self.recipe.seed, epoch=self.state.epoch
             ):
-                output = forward(model, batch)
+                output = self._forward(model, batch)
                 tally.add(float(mean_loss(self.recipe.loss, output, batch)), output, batch)
         total = self._total(tally)
         if not total.samples:
