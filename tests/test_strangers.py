@@ -142,6 +142,10 @@ def own_too_few_indices(content: dict[str, Any]) -> None:
     item(content, "channel")["slices"][0]["owner"] = [[0, 7, 1]]
 
 
+def own_nothing(content: dict[str, Any]) -> None:
+    item(content, "channel")["slices"] = []
+
+
 def own_twice(content: dict[str, Any]) -> None:
     slices = item(content, "channel")["slices"]
     slices.append(slices[0])
@@ -167,6 +171,7 @@ def count_with(module: str, attribute: str, length: int) -> Callable[[dict[str, 
         (own_the_tensor_nope, "owns 'nope': no such tensor"),
         (own_dim_7, "dim 7"),
         (own_too_few_indices, "owns 7 indices of"),
+        (own_nothing, "loses units but owns no tensor"),
         (own_twice, "own the same indices of"),
         (count_with("", "forward", 1), r"attribute \.forward, which is None"),
         (count_with("conv1", "forward", 1), r"conv1.forward, which is None"),

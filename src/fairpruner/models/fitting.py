@@ -22,6 +22,8 @@ def check_fits(model: nn.Module, plan: Plan) -> None:
     lists = {name: (len(module),) for name, module in modules.items() if isinstance(module, nn.ModuleList)}
     owned: dict[tuple[str, int], np.ndarray] = {}
     for space in plan.spaces:
+        if plan.removed[space.name] and not space.slices:
+            raise FairprunerError(f"Space {space.name!r} of the plan loses units but owns no tensor. {STEP}")
         for part in space.slices:
             _check_slice(part, {**lists, **shapes}, space.name)
             if space.kind == "block":

@@ -36,7 +36,7 @@ SCHEDULES: dict[str, Schedule] = {
 }
 # precision of products -> accelerate's name of it
 PRECISIONS = {"auto": "", "float32": "no", "bfloat16": "bf16"}
-# For a few epochs with a teacher; docs/recovery.md has the measurements.
+# For a few epochs with a teacher; docs/benchmarks.md has what they reach.
 SHORT: dict[str, Any] = {"distillation": 0.9, "precision": "auto"}
 WITH_BATCH_NORMS: dict[str, Any] = {"learning_rate": 0.02, "weight_decay": 5e-4}
 WITHOUT: dict[str, Any] = {"optimizer": "adamw", "learning_rate": 2e-4, "weight_decay": 0.05}
