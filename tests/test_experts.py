@@ -391,19 +391,22 @@ def odd_experts() -> nn.Module:
     return block
 
 
-def experts_without_a_router() -> nn.Module:
-    block = ComputingList()
-    block.experts = nn.ModuleList(Expert(8, 12) for _ in range(4))
-    block.router = None
-    block.forward = lambda x: sum(expert(x) for expert in block.experts)
-    return block
+class Unrouted(nn.Module):
+    """Sums all experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Expert(8, 12) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum(expert(x) for expert in self.experts)  # type: ignore[return-value]
 
 
 NO_BLOCK = {
     Stacks: "has a number of experts, but no nn.ModuleList",
     named_experts: "its 4 experts are an nn.ModuleDict, expected nn.ModuleList",
     odd_experts: "its 4 experts differ in their parameters, expected equal ones",
-    experts_without_a_router: "no matrix beside its 4 experts has a row for each",
+    Unrouted: "no matrix beside its 4 experts has a row for each",
 }
 
 

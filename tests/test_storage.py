@@ -301,6 +301,23 @@ def test_load_gives_eval_mode_and_keeps_ties(folder: Path) -> None:
     assert again.conv1.out_channels == 3
 
 
+def test_a_loaded_model_has_the_memory_order_of_the_saved_one(tmp_path: Path) -> None:
+    """The last bits of a product depend on it."""
+
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+        model[0].weight = nn.Parameter(torch.randn(4, 6).t())  # a matrix that lies by columns
+        return model
+
+    model = build()
+    plan = Plan.removing(fp.discover(model, torch.zeros(1, 4)), {"0": (1, 5)})
+    small = fp.cut(model, plan)
+    fp.save(small, plan, tmp_path / "folder")
+    loaded = fp.load(tmp_path / "folder", build=build)
+    assert loaded[0].weight.stride() == small[0].weight.stride() == (1, 4)
+    assert torch.equal(loaded[0].weight, small[0].weight)
+
+
 def test_shared_tensors_are_stored_once_and_non_persistent_buffers_not_at_all(folder: Path) -> None:
     with safe_open(folder / "model.safetensors", framework="pt") as file:
         names = set(file.keys())

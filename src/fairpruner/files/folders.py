@@ -26,7 +26,7 @@ from fairpruner.inputs.shard_index import INDEX, shard_files
 from fairpruner.inputs.sources import factory_of
 from fairpruner.inputs.weights import fits
 from fairpruner.models.counting import count_params
-from fairpruner.models.narrowing import kept_indices, replaced_modules
+from fairpruner.models.narrowing import kept_indices, laid_out_as, replaced_modules
 from fairpruner.models.supported import check_supported
 from fairpruner.surgery import cut
 
@@ -241,7 +241,8 @@ def _fill(model: nn.Module, tensors: Mapping[str, torch.Tensor], path: Path) -> 
             " the architecture that was pruned."
         )
     for name, target in state.items():
-        target.data = tensors[name].to(target.device)  # in place, so that tied parameters stay tied
+        # In place, so that tied parameters stay tied; in the same memory order, so that sums are equal.
+        target.data = laid_out_as(target, tensors[name].to(target.device))
 
 
 def _check_is_cut(model: nn.Module, plan: Plan) -> None:

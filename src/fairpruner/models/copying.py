@@ -21,7 +21,7 @@ def deep_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module
     memo = {} if memo is None else memo
     modules = list(model.modules())
     for module in modules:
-        if _is_plain(type(module)):
+        if is_plain(type(module)):
             memo[id(module)] = object.__new__(type(module))
         for held in vars(module).values():
             if type(held) in (dict, OrderedDict, set) and not held:
@@ -29,7 +29,7 @@ def deep_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module
             elif type(held) not in ATOMS:
                 _detach(held, memo)
     for module in modules:
-        if _is_plain(type(module)):
+        if is_plain(type(module)):
             state = {
                 name: held if type(held) in ATOMS else copy.deepcopy(held, memo)
                 for name, held in vars(module).items()
@@ -45,7 +45,7 @@ def _detach(held: Any, memo: dict[int, Any]) -> None:
             memo[id(tensor)] = tensor.detach().clone()
 
 
-def _is_plain(kind: type[nn.Module]) -> bool:
+def is_plain(kind: type[nn.Module]) -> bool:
     """Whether deepcopy would copy the attributes of such a module and no more."""
     return not (
         hasattr(kind, "__deepcopy__")

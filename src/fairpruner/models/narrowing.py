@@ -11,8 +11,9 @@ from torch import nn
 
 from fairpruner.core.arrays import Ints
 from fairpruner.core.units import ROLES, Replacement, Slice, UnitSpace
+from fairpruner.errors import FairprunerError
 from fairpruner.models.attention import FEWER_HEADS
-from fairpruner.models.copying import deep_copy
+from fairpruner.models.copying import deep_copy, is_plain
 from fairpruner.models.counts import set_count
 from fairpruner.models.removed import remove
 from fairpruner.models.silencing import close
@@ -157,11 +158,12 @@ def copy_with(model: nn.Module, change: Change) -> nn.Module:
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             fresh = change(name, tensor.detach())
-            fresh = fresh.clone() if fresh.data_ptr() == tensor.data_ptr() else _laid_out_as(tensor, fresh)
+            fresh = fresh.clone() if fresh.data_ptr() == tensor.data_ptr() else laid_out_as(tensor, fresh)
             if isinstance(tensor, nn.Parameter):
                 fresh = nn.Parameter(fresh, requires_grad=tensor.requires_grad)
             memo[id(tensor)] = fresh
     fresh_model = deep_copy(model, memo)
+    _check_copied(model, fresh_model, memo)
     modes = [module.training for module in fresh_model.modules()]
     fresh_model.train()  # makes modules drop tensors that they derived from the old weights
     for module, training in zip(fresh_model.modules(), modes, strict=True):
@@ -169,7 +171,20 @@ def copy_with(model: nn.Module, change: Change) -> nn.Module:
     return fresh_model
 
 
-def _laid_out_as(tensor: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
+def _check_copied(model: nn.Module, copy: nn.Module, memo: Mapping[int, Any]) -> None:
+    """Refuse a copy without the changed tensors: a class may define how it is copied, and leave them out."""
+    if all(is_plain(type(module)) for module in model.modules()):
+        return
+    found = dict((*copy.named_parameters(), *copy.named_buffers()))
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if found.get(name) is not memo[id(tensor)]:
+            raise FairprunerError(
+                f"A copy of {type(model).__name__} does not take over {name}, so the model cannot be cut: in"
+                " its classes, remove __deepcopy__, or pass its memo on to copy.deepcopy for every attribute."
+            )
+
+
+def laid_out_as(tensor: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
     """`fresh` with its dimensions in the memory order of `tensor`: channels_last stays channels_last."""
     if 0 in tensor.stride():  # an expanded tensor has no memory order
         return fresh.contiguous()
