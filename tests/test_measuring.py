@@ -365,3 +365,42 @@ def test_the_command_compares_a_folder_with_its_original(
     refused = CliRunner().invoke(app, ["measure", "fairpruner.demo:build"])
     assert refused.exit_code == 1
     assert "give --shape" in refused.stderr
+
+
+class Tired(nn.Module):
+    """A model that raises after some calls; copies of it count too."""
+
+    calls_left = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Tired.calls_left -= 1
+        if Tired.calls_left < 0:
+            raise LookupError("no calls are left")
+        found: torch.Tensor = self.inner(x)
+        return found
+
+
+@pytest.mark.parametrize("stage", ["measure", "latency_table"])
+def test_a_model_that_raises_while_it_is_timed_is_one_sentence_with_its_cause(stage: str) -> None:
+    Tired.calls_left = 1000
+    model, example = Tired(), torch.zeros(1, 4)
+    spaces = fp.discover(model, example)
+    Tired.calls_left = 5
+    act = {
+        "measure": lambda: fp.measure(model, example, batch_sizes=[1], repeats=9, memory=False),
+        "latency_table": lambda: fp.latency_table(model, example, spaces, repeats=2),
+    }[stage]
+    with pytest.raises(fp.FairprunerError, match=r"Tired failed while .* LookupError: no calls") as caught:
+        act()
+    assert isinstance(caught.value.__cause__, LookupError)
+
+
+def test_a_model_that_raises_while_its_cuts_are_checked_is_one_sentence_with_its_cause() -> None:
+    Tired.calls_left = 1
+    with pytest.raises(fp.FairprunerError, match=r"A copy of Tired .* cannot run") as caught:
+        fp.discover(Tired(), torch.zeros(1, 4))
+    assert isinstance(caught.value.__cause__, LookupError)

@@ -63,7 +63,7 @@ class Check:
         # A difference in this type is taken as the answer.
         self._decisive = torch.float64 if has_float64(device_of_model(model)) else torch.float32
         self._too_coarse = False  # whether rounding in float32 looks like a difference
-        self._runs = cache(self._whole_model_runs)
+        self.runs = cache(self._whole_model_runs)
         # The model itself with the random weights, which take little memory.
         self.whole = cache(lambda: copy_with(model, self.lively(torch.float32)))
 
@@ -94,7 +94,7 @@ class Check:
             except Exception as error:  # the user's code may raise anything when sizes change
                 raise_if_out_of_memory(error, self.model)
                 failure = Failure(f"a cut model cannot run: {first_line(error)}", visits.running)
-                if self._runs(dtype, position):
+                if self.runs(dtype, position):
                     break
                 continue
             other = Visits()

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fairpruner.discovery.check import Check, cast, outputs
-from fairpruner.discovery.failing import raise_if_out_of_memory
+from fairpruner.discovery.failing import first_line, raise_if_out_of_memory
 from fairpruner.discovery.watching import Visits
 from fairpruner.errors import FairprunerError
 from fairpruner.models.torch_private import TorchDispatchMode, tree_flatten
@@ -28,12 +28,17 @@ def check_separate(check: Check) -> None:
     model, copy = check.model, check.whole()
     uses = _Uses(model)
     before = {path: dict(vars(module)) for path, module in model.named_modules()}
-    for example in check.examples:
+    for position, example in enumerate(check.examples):
         try:
             with uses:
                 outputs(copy, cast(example, torch.float32), Visits())
         except Exception as error:  # noqa: PERF203 (the user's code may raise anything in another type)
             raise_if_out_of_memory(error, model)
+            if not check.runs(None, position):
+                raise FairprunerError(
+                    f"A copy of {type(model).__name__} with random weights cannot run, so that no cut can be"
+                    f" checked: {first_line(error)}."
+                ) from error
     if uses.found:
         raise FairprunerError(
             f"A copy of {type(model).__name__} uses {', '.join(sorted(uses.found)[:3])} of the original, so"

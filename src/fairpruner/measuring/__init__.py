@@ -18,7 +18,7 @@ from fairpruner.measuring.profiling import latency_table
 from fairpruner.measuring.runtimes import RUNTIMES, check_runtime, prepared
 from fairpruner.measuring.timing import Inference, batched, interleaved, machine, threads_of
 from fairpruner.measuring.values import Quantity, Spread, Timing
-from fairpruner.models.calling import call_checked, evaluating
+from fairpruner.models.calling import call_checked, evaluating, naming_failure
 from fairpruner.models.counting import count_flops, count_params
 from fairpruner.models.devices import device_of_example
 
@@ -128,7 +128,8 @@ def _memory(models: Sequence[nn.Module], example: Any, threads: int) -> list[Qua
 
 
 def _energy(models: Sequence[nn.Module], example: Any, threads: int, country: str) -> list[Quantity]:
-    found = [energy_of(prepared("eager", model, example, threads), country) for model in models]
+    with naming_failure(models[0], "its energy was measured"):
+        found = [energy_of(prepared("eager", model, example, threads), country) for model in models]
     note = mix = ""
     if not all(f.counted for f in found):
         note = "estimated from the processor's load and nominal power, because it has no energy counter"
@@ -155,8 +156,11 @@ def _timings(
         except FairprunerError as error:
             yield Timing(runtime, "forward", size, None, note=str(error))
             continue
-        yield Timing.of(runtime, "forward", size, interleaved(runs, repeats))
+        with naming_failure(models[0], f"its forward pass was timed with batches of {size}"):
+            forward = interleaved(runs, repeats)
+        yield Timing.of(runtime, "forward", size, forward)
         if runtime == "eager" and generates(models[0], example):
-            prefill, decode = prefill_and_decode(models, example, repeats)
+            with naming_failure(models[0], "generating tokens was timed"):
+                prefill, decode = prefill_and_decode(models, example, repeats)
             yield Timing.of(runtime, "prefill", size, prefill)
             yield Timing.of(runtime, "decode", size, decode)

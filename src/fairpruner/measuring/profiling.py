@@ -22,7 +22,7 @@ from fairpruner.errors import FairprunerError, check_whole_number
 from fairpruner.measuring.fitting import fit_operations
 from fairpruner.measuring.runtimes import check_runtime, prepared
 from fairpruner.measuring.timing import batched, machine, settle_memory, threads_of, timed
-from fairpruner.models.calling import call_checked, call_directly, evaluating
+from fairpruner.models.calling import call_checked, call_directly, evaluating, naming_failure
 from fairpruner.models.devices import wait_for_model
 from fairpruner.models.fingerprint import check_same_model
 from fairpruner.models.narrowing import cut_units
@@ -183,8 +183,10 @@ def _times(
         settle_memory()
         rounds = []
         for done in range(repeats + 1):
-            pairs = [(timed(run), _profiled(model, example)) for run, model in zip(runs, models, strict=True)]
-            rounds.append(pairs)
+            with naming_failure(models[0], "its operations were timed"):
+                rounds.append(
+                    [(timed(run), _profiled(model, example)) for run, model in zip(runs, models, strict=True)]
+                )
             progress(done, repeats)
     rounds = rounds[1:]  # the first round was a warm-up
     whole = np.array([[milliseconds for milliseconds, _ in pairs] for pairs in rounds])  # [R, T]

@@ -45,6 +45,19 @@ def call_checked(model: nn.Module, example: Any) -> Any:
         ) from error
 
 
+@contextmanager
+def naming_failure(model: nn.Module, doing: str) -> Iterator[None]:
+    """Report an exception of the user's model in one sentence that says what was being done."""
+    try:
+        yield
+    except FairprunerError:
+        raise
+    except Exception as error:
+        raise FairprunerError(
+            f"{type(model).__name__} failed while {doing}: it raised {type(error).__name__}: {error}"
+        ) from error
+
+
 def copied(value: Any) -> Any:
     """A copy of an example: the same structure, every tensor cloned, other objects copied."""
     return _copied(value, {})

@@ -3,7 +3,7 @@
 A model's forward pass may change any of it: caches of anchors or masks, running statistics, counters, lists
 of features. `discover`, `score` and other calls that must not change the model undo these changes.
 
-The classes of its modules are restored too, if they hold tensors or containers. What lies elsewhere is not:
+The tensors and dicts that its classes hold, which are caches, are restored too. What lies elsewhere is not:
 variables of functions and of Python files. The hooks of a model are restored, and what they recorded stays,
 because a hook may be the caller's way to watch a call.
 """
@@ -68,7 +68,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def classes_unchanged(model: nn.Module) -> Iterator[None]:
-    """Restores the containers and tensors that the classes of a model's modules hold; its copies share them.
+    """Restores the dicts and tensors that the classes of a model's modules hold; its copies share them.
 
     `lru_cache` on a method keeps every model that it was called on, so these caches are emptied.
     """
@@ -194,7 +194,7 @@ def _is_foreign(kind: type) -> bool:
 
 def _caches(names: Mapping[str, Any]) -> dict[str, Any]:
     """The attributes of a class in which it may keep what its modules computed."""
-    kinds = (Tensor, np.ndarray, dict, list, set, deque)
+    kinds = (Tensor, np.ndarray, dict)  # a list is rather a log
     return {
         name: held for name, held in names.items() if isinstance(held, kinds) and not name.startswith("__")
     }
