@@ -126,7 +126,7 @@ def test_pretrained_asks_the_zoo_for_its_weights(
             "resnet50",
             "names no function: expected timm:name, torchvision:name, hf:name, package.module:function",
         ),
-        ("nowhere.py:build", "No file nowhere.py"),
+        ("nowhere.py:build", "Cannot read nowhere.py: there is no such file"),
         ("no_such_module:build", "no_such_module does not import: ModuleNotFoundError"),
         ("{net}:biuld", "Unknown function of .*net.py 'biuld': did you mean 'build'"),
         ("{net}:number", "built a int, expected a torch.nn.Module"),

@@ -7,6 +7,7 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,12 +16,28 @@ from fairpruner.errors import FairprunerError
 TEXT_LIMIT = 256 * 2**20  # bytes of a JSON file; a plan of 1,000 spaces of 4,096 units has 30 MB
 
 
+def unreadable(path: str | Path, error: Exception) -> FairprunerError:
+    """The error for a file that cannot be read; for a missing one it suggests the closest name beside it.
+
+    >>> print(unreadable("nothing-is-here.json", FileNotFoundError()))
+    Cannot read nothing-is-here.json: there is no such file. Correct the path, or write the file first.
+    """
+    if not isinstance(error, FileNotFoundError):
+        reason = error.strerror if isinstance(error, OSError) else None  # without the path again
+        return FairprunerError(f"Cannot read {path}: {reason or error}.")
+    folder = Path(path).parent
+    beside = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+    close = get_close_matches(Path(path).name, beside, n=1, cutoff=0.85)
+    step = f"Did you mean {folder / close[0]}?" if close else "Correct the path, or write the file first."
+    return FairprunerError(f"Cannot read {path}: there is no such file. {step}")
+
+
 def check_regular(path: str | Path, *, limit: int | None = None) -> None:
     """Refuse a file that is too long, and anything but a regular file: reading a pipe may never end."""
     try:
         status = os.stat(path)
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
-        raise FairprunerError(f"Cannot read {path}: {error}.") from error
+        raise unreadable(path, error) from error
     if not stat.S_ISREG(status.st_mode):
         what = "a folder" if stat.S_ISDIR(status.st_mode) else "a pipe, a socket or a device"
         raise FairprunerError(f"Cannot read {path}: it is {what}, expected a file.")
@@ -36,7 +53,7 @@ def read_text(path: str | Path, *, limit: int = TEXT_LIMIT) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise FairprunerError(f"Cannot read {path}: {error}.") from error
+        raise unreadable(path, error) from error
 
 
 def read_plain_json(path: str | Path) -> Any:

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fairpruner.core.reading import check_regular
+from fairpruner.core.reading import check_regular, unreadable
 from fairpruner.errors import FairprunerError
 
 LENGTH = 8  # bytes at the beginning of a file that hold the length of its header
@@ -55,7 +55,7 @@ def open_tensors(path: str | Path) -> Iterator[TensorFile]:
         with safe_open(path, framework="pt") as mapped, path.open("rb") as file:
             yield TensorFile(path, mapped, file)
     except OSError as error:
-        raise FairprunerError(f"Cannot read {path}: {error}.") from error
+        raise unreadable(path, error) from error
     except (SafetensorError, ValueError, KeyError) as error:
         raise FairprunerError(f"{path} is not a complete safetensors file: {error}.") from error
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fairpruner.core.reading import check_regular
 from fairpruner.errors import FairprunerError, unknown
 from fairpruner.inputs import hugging_face
 from fairpruner.inputs.weights import load_weights
@@ -213,8 +214,7 @@ def resolve(source: str) -> Any:
 
 def _run_file(path: Path) -> ModuleType:
     """A Python file as a module, without an entry in sys.modules."""
-    if not path.is_file():
-        raise FairprunerError(f"No file {path}.")
+    check_regular(path)
     loader = SourceFileLoader(path.stem, str(path))
     module = ModuleType(path.stem)
     module.__file__ = str(path)
