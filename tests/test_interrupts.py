@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fairpruner.interrupts import STOPPED
+from fairpruner.terminal.interrupts import STOPPED
 
 SOURCE = str(Path(__file__).parent.parent / "src")
 # The installed script, and what torchrun starts.

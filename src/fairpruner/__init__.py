@@ -1,6 +1,6 @@
 """Structured pruning for PyTorch: score a model once, then cut any smaller version of it."""
 
-from fairpruner import interrupts  # noqa: F401  # first: the imports below take seconds
+from fairpruner.terminal import interrupts  # noqa: F401  # first: the imports below take seconds
 
 # isort: split
 from importlib.metadata import version

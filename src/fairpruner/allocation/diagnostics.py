@@ -18,7 +18,7 @@ from fairpruner.core.scores import Scores
 from fairpruner.core.tod import removal_order
 from fairpruner.core.units import UnitSpace
 from fairpruner.errors import FairprunerError
-from fairpruner.terminal import table_of
+from fairpruner.terminal.tables import table_of
 
 if TYPE_CHECKING:
     from rich.console import Group

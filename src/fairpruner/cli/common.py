@@ -25,9 +25,9 @@ from fairpruner.errors import FairprunerError, FairprunerWarning
 from fairpruner.inputs.sources import PRETRAINED, is_zoo, load_model
 from fairpruner.inputs.streamed import Streamed
 from fairpruner.inputs.workers import naming_dead_workers
-from fairpruner.interrupts import STOPPED, interruptible
 from fairpruner.models.devices import device_of_process
-from fairpruner.terminal import Printable
+from fairpruner.terminal.interrupts import STOPPED, interruptible
+from fairpruner.terminal.tables import Printable
 
 
 @contextmanager

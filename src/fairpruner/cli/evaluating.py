@@ -38,7 +38,7 @@ from fairpruner.evaluation import (
     read_tokens,
 )
 from fairpruner.inputs.hugging_face import is_causal, is_source, place_of, tokenizer_of
-from fairpruner.terminal import Printable, table_of
+from fairpruner.terminal.tables import Printable, table_of
 
 Results = dict[str, dict[str, TaskResult | Perplexity]]  # model -> task or text -> result
 

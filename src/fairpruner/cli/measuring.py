@@ -31,7 +31,7 @@ from fairpruner.errors import FairprunerError
 from fairpruner.inputs.sources import example_for
 from fairpruner.measuring import RUNTIMES
 from fairpruner.models.torch_private import tree_map_only
-from fairpruner.terminal import Printable, table_of
+from fairpruner.terminal.tables import Printable, table_of
 
 Shape = Annotated[
     str | None,

@@ -53,7 +53,7 @@ from fairpruner.inputs.hugging_face import is_causal
 from fairpruner.inputs.sources import example_for, load_model, resolve
 from fairpruner.inputs.text import is_rows
 from fairpruner.models.devices import device_of_model
-from fairpruner.terminal import Printable
+from fairpruner.terminal.tables import Printable
 
 
 @app.command(

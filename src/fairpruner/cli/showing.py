@@ -13,7 +13,7 @@ from fairpruner.cli.outputs import check_output
 from fairpruner.core.marks import FIGURE, PAGE
 from fairpruner.core.scores import Scores
 from fairpruner.reporting.plots import FIGURES, draw
-from fairpruner.terminal import Printable
+from fairpruner.terminal.tables import Printable
 
 
 @app.command(epilog="Example: fairpruner report scores.safetensors --plan plan.json -o report.html")

@@ -18,7 +18,7 @@ from fairpruner.demo import BUDGETS, DATA, PRUNED, SCORES, WEIGHTS, DemoResult
 from fairpruner.recovery import Epoch
 from fairpruner.repair import Note
 from fairpruner.reporting.table import trials_table
-from fairpruner.terminal import Printable, amount, table_of
+from fairpruner.terminal.tables import Printable, amount, table_of
 
 
 def show_spaces(spaces: Spaces) -> Printable:

@@ -17,7 +17,7 @@ from fairpruner.evaluation.unseen import check_unseen
 from fairpruner.inputs.datasets import draw_balanced
 from fairpruner.inputs.text import Row
 from fairpruner.models.calling import evaluating
-from fairpruner.terminal import silenced
+from fairpruner.terminal.progress import silenced
 
 
 @dataclass(frozen=True)

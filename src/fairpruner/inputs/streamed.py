@@ -17,7 +17,7 @@ from fairpruner.inputs.shard_index import check_indexes, shard_files
 from fairpruner.models.layer_stack import LayerModel, Shell, passing_on, path_of_layers, with_stubs
 from fairpruner.models.randomness import random_state_kept
 from fairpruner.models.transformers_private import compute_buffers
-from fairpruner.terminal import announce
+from fairpruner.terminal.progress import announce
 
 ORIGINAL = "original"  # the role of the layers of the folder's own model
 EXAMPLE = {"input_ids": torch.tensor([[1, 2, 3, 4], [4, 3, 2, 1]])}  # shows how the layers are called

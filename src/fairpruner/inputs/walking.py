@@ -19,7 +19,7 @@ from fairpruner.inputs.streamed import ORIGINAL, Streamed
 from fairpruner.models.calling import describe, in_eval_mode, tensors_of
 from fairpruner.models.layer_stack import CALLS, LayerCall, LayerModel, SharedTensors
 from fairpruner.models.randomness import random_state_kept
-from fairpruner.terminal import batch_bar
+from fairpruner.terminal.progress import batch_bar
 
 
 def stage(role: str, layer: int) -> str:

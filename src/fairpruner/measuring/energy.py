@@ -8,7 +8,7 @@ from typing import Any
 
 from fairpruner.errors import FairprunerError, import_extra
 from fairpruner.measuring.timing import Inference
-from fairpruner.terminal import silenced
+from fairpruner.terminal.progress import silenced
 
 SECONDS = 4.0  # of running, at least: hardware counters change about once a second
 # The modes in which CodeCarbon reads a counter of the processor; its other modes are estimates.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fairpruner.measuring.values import Quantity, Timing
-from fairpruner.terminal import stacked, table_of
+from fairpruner.terminal.tables import stacked, table_of
 
 if TYPE_CHECKING:
     from rich.console import Group

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from fairpruner.recovery.history import Tally
-from fairpruner.terminal import batch_bar
+from fairpruner.terminal.progress import batch_bar
 
 ShowProgress = Callable[[int, int, Tally], None]  # (epoch from 0, batches of it done, their tally)
 

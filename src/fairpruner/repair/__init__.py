@@ -26,7 +26,7 @@ from fairpruner.repair.notes import Note, Repaired
 from fairpruner.repair.statistics import Statistics
 from fairpruner.repair.streamed import cut_files
 from fairpruner.repair.tensors import kept_by_dim, tensors_by_name
-from fairpruner.terminal import progress
+from fairpruner.terminal.progress import progress
 
 __all__ = ["METHODS", "Note", "Repaired", "Statistics", "cut_files", "repair", "repair_with_notes"]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from fairpruner.core.plan import describe_plan
 from fairpruner.core.trials import COLUMNS, Trial
 from fairpruner.reporting.facts import ReportContent
-from fairpruner.terminal import amount, stacked, table_of
+from fairpruner.terminal.tables import amount, stacked, table_of
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType

@@ -25,7 +25,7 @@ from fairpruner.scoring.objective import Objective
 from fairpruner.scoring.signals.base import Side
 from fairpruner.scoring.signals.classes import ClassGroups, group_classes
 from fairpruner.scoring.signals.selection import ByKind, Selection, default_signals, select_signals
-from fairpruner.terminal import progress
+from fairpruner.terminal.progress import progress
 
 CALLER = 5  # stacklevel of the code that called `score`, in `without_hidden`
 

@@ -30,7 +30,7 @@ from fairpruner.scoring.running import asking_again, results_of, scores_of, sett
 from fairpruner.scoring.signals.base import Context, Side
 from fairpruner.scoring.signals.selection import Asked, ByKind, parse_signals
 from fairpruner.scoring.streamed import score_streamed
-from fairpruner.terminal import progress
+from fairpruner.terminal.progress import progress
 
 
 @naming_dead_workers()

@@ -32,7 +32,7 @@ from fairpruner.repair import repair
 from fairpruner.repair.targets import Targets
 from fairpruner.repair.tuning import narrow_types, tune
 from fairpruner.surgery import cut
-from fairpruner.terminal import announce
+from fairpruner.terminal.progress import announce
 
 EFFORT = 60  # forward passes of the original over the calibration data
 PREPARING = 5  # passes that discovery and the scores took: forward, backward and the signals
