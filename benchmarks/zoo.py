@@ -38,7 +38,7 @@ import fairpruner as fp
 from fairpruner.core.tod import removal_order
 from fairpruner.discovery.lively import lively
 from fairpruner.models.calling import call, describe, output_tensors
-from fairpruner.models.narrowing import copy_with
+from fairpruner.models.narrowing import cut_units, mask_units
 from fairpruner.models.torch_private import tree_map_only
 
 torch.set_num_threads(1)
@@ -109,34 +109,37 @@ def check_loaded(path: str, folder: Path) -> bool:
 
 
 def _initial(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+    return tensor.to(dtype, copy=True) if tensor.is_floating_point() else tensor
 
 
 def _difference(model: Any, plan: Any, inputs: Any, weights: Any) -> tuple[float, float, str]:
     """How far mask and cut of the plan differ with these weights, as a share of the largest output; how far a
     tiny change of the weights moves the masked output; and in which precision: float64 where the model runs
-    in it.
+    in it within the memory.
     """
     for dtype in (torch.float64, torch.float32):
-        fresh = copy_with(model, lambda name, tensor, dtype=dtype: weights(name, tensor, dtype)).eval()
         cast = tree_map_only(
             torch.Tensor, lambda t, dtype=dtype: t.to(dtype) if t.is_floating_point() else t, inputs
         )
-        try:
-            masked = _outputs(fp.mask(fresh, plan), cast)
-        except (RuntimeError, TypeError, ValueError):
+
+        def changed(name: str, tensor: torch.Tensor, dtype: torch.dtype = dtype) -> torch.Tensor:
+            return weights(name, tensor, dtype)
+
+        def shaken(name: str, tensor: torch.Tensor, dtype: torch.dtype = dtype) -> torch.Tensor:
+            return _shaken(name, weights(name, tensor, dtype))
+
+        try:  # each copy is freed before the next one is made
+            masked = _outputs(mask_units(model, plan.spaces, plan.removed, weights=changed).eval(), cast)
+            moved = _outputs(mask_units(model, plan.spaces, plan.removed, weights=shaken).eval(), cast)
+        except (RuntimeError, TypeError, ValueError):  # it runs in float32 alone, or is too large
             if dtype is torch.float32:
                 raise
             continue
-        small = _outputs(fp.cut(fresh, plan), cast)
+        small = _outputs(cut_units(model, plan.spaces, plan.removed, weights=changed).eval(), cast)
+        precision = str(dtype).removeprefix("torch.")
         if [t.shape for t in masked] != [t.shape for t in small]:
-            return float("inf"), 0, str(dtype).removeprefix("torch.")
-        shaken = copy_with(fp.mask(fresh, plan), _shaken)
-        return (
-            _share(masked, small),
-            _share(masked, _outputs(shaken, cast)),
-            str(dtype).removeprefix("torch."),
-        )
+            return float("inf"), 0, precision
+        return _share(masked, small), _share(masked, moved), precision
     raise AssertionError
 
 
@@ -150,7 +153,8 @@ def _share(a: list[Any], b: list[Any]) -> float:
 
 
 def _shaken(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor * (1 + SHAKE * torch.randn_like(tensor)) if tensor.is_floating_point() else tensor
+    """Changes a fresh tensor in place."""
+    return tensor.mul_(torch.randn_like(tensor).mul_(SHAKE).add_(1)) if tensor.is_floating_point() else tensor
 
 
 def _some_units(spaces: Any) -> dict[str, list[int]]:

@@ -91,7 +91,7 @@ def _segmentation(name: str) -> Entry:
 
 def _video(name: str) -> Entry:
     build = torchvision.models.get_model_builder(name)
-    fixed = {"mvit_v1_b": (16, 224), "mvit_v2_s": (16, 224), "s3d": (16, 64)}
+    fixed = {"mvit_v1_b": (16, 224), "mvit_v2_s": (16, 224), "s3d": (16, 224)}
     frames, size = fixed.get(name, (8, 64))
     return functools.partial(build, weights=None), lambda: torch.randn(1, 3, frames, size, size)
 

@@ -91,8 +91,9 @@ def _families(partition: Partition) -> _Families:
         """Axes are numbered as the forward pass met them."""
         return int(axis_of[ids[partition.own_usage[ids] & Usage.WRITE != 0]].min())
 
-    members.sort(key=first_writer)
     producer = [first_writer(ids) for ids in members]
+    order = np.argsort(producer, kind="stable")
+    members, producer = [members[n] for n in order], [producer[n] for n in order]
     of, unit = (np.full(partition.roots.size, -1, dtype=np.int64) for _ in range(2))
     for number, ids in enumerate(members):
         of[ids] = number
@@ -105,10 +106,12 @@ def _families(partition: Partition) -> _Families:
 
 def _signatures(partition: Partition, axis_of: Ints) -> Ints:
     """A number for each id; it is equal for classes of the same axes that are locked for the same reason."""
-    pairs = np.unique(np.stack([partition.roots, axis_of], axis=1)[1:], axis=0)
+    pairs = np.sort(partition.roots[1:] * len(partition.axes) + axis_of[1:])
+    pairs = pairs[np.flatnonzero(np.diff(pairs, prepend=-1))]  # each class on each axis, once
+    roots, axes = np.divmod(pairs, max(len(partition.axes), 1))
     token = np.random.default_rng(0).integers(1, 2**62, size=len(partition.axes))
     total = np.zeros(partition.roots.size, dtype=np.int64)
-    np.add.at(total, pairs[:, 0], token[pairs[:, 1]])  # wraps around: a hash of the set of axes
+    np.add.at(total, roots, token[axes])  # wraps around: a hash of the set of axes
     return total[partition.roots] + partition.lock * 7919
 
 

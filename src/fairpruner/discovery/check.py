@@ -63,6 +63,8 @@ class Check:
         # A difference in this type is taken as the answer.
         self._decisive = torch.float64 if has_float64(device_of_model(model)) else torch.float32
         self._too_coarse = False  # whether rounding in float32 looks like a difference
+        # By example: the differences of the outputs that shaken weights made, when they were tried last.
+        self._floors: dict[int, list[float]] = {}
         self.runs = cache(self._whole_model_runs)
         # The model itself with the random weights, which take little memory.
         self.whole = cache(lambda: copy_with(model, self.lively(torch.float32)))
@@ -108,8 +110,11 @@ class Check:
                 continue
             reason = _compare(masked, small, tolerance)
             if reason and dtype is torch.float64 and _close(masked, small):
-                shaken = mask_units(self.model, spaces, removed, weights=_shaken(weights))
-                reason = "" if _rounding(masked, small, self._outputs(shaken, inputs, Visits())) else reason
+                found = _shares(masked, small)
+                if not _rounding(found, self._floors.get(position)):
+                    shaken = mask_units(self.model, spaces, removed, weights=_shaken(weights))
+                    self._floors[position] = _shares(masked, self._outputs(shaken, inputs, Visits()))
+                reason = "" if _rounding(found, self._floors[position]) else reason
             if not reason:
                 self._too_coarse |= dtype is torch.float64
                 return None
@@ -203,10 +208,11 @@ def _close(masked: Sequence[torch.Tensor], small: Sequence[torch.Tensor]) -> boo
     return bool(shares) and all(share <= TREMOR for share in shares)
 
 
-def _rounding(masked: list[torch.Tensor], small: list[torch.Tensor], shaken: list[torch.Tensor]) -> bool:
+def _rounding(found: Sequence[float], floors: Sequence[float] | None) -> bool:
     """Whether mask and cut differ far less than a mask with shaken weights differs from the mask."""
-    pairs = zip(_shares(masked, small), _shares(masked, shaken), strict=True)
-    return all(found <= max(floor / 10, 1e-9) for found, floor in pairs)
+    return floors is not None and all(
+        share <= max(floor / 10, 1e-9) for share, floor in zip(found, floors, strict=True)
+    )
 
 
 def _shares(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> list[float]:

@@ -12,6 +12,7 @@ import torch
 from fairpruner.core.arrays import Ints
 
 NONE = 0  # the id of elements that belong to no unit
+LARGE = 4096  # maps with more stored ids than this are made smaller where that is possible
 
 
 class Usage(IntFlag):
@@ -93,9 +94,7 @@ class Ids:
 
     def lock(self, ids: Ints, reason: str) -> None:
         """Forbid the removal of these ids; the first reason given stands."""
-        ids = np.unique(ids)
-        ids = ids[(ids != NONE)]
-        free = ids[self._lock[ids] == 0]
+        free = ids[(ids != NONE) & (self._lock[ids] == 0)]
         if free.size:
             if reason not in self.reasons:
                 self.reasons.append(reason)
@@ -109,7 +108,6 @@ class Ids:
 
     def mark(self, ids: Ints, usage: Usage) -> None:
         """Note what the forward pass just did with these ids."""
-        ids = np.unique(ids)
         ids = ids[ids != NONE]
         self._clock += 1
         self._usage[ids] |= int(usage | Usage.TOUCHED)
@@ -177,3 +175,14 @@ def squash(idmap: torch.Tensor) -> torch.Tensor:
         if stride == 0 and idmap.shape[dim] > 1:
             idmap = idmap.narrow(dim, 0, 1)
     return idmap
+
+
+def compact(idmap: torch.Tensor) -> torch.Tensor:
+    """The same map, with every dimension along which its ids do not change stored once."""
+    shape, idmap = idmap.shape, squash(idmap)
+    if idmap.numel() > LARGE:
+        for dim, size in enumerate(idmap.shape):
+            first = idmap.narrow(dim, 0, 1)
+            if size > 1 and bool((idmap == first).all()):
+                idmap = first
+    return idmap.expand(shape)

@@ -165,10 +165,10 @@ def _blamed(failure: Failure, spaces: Sequence[UnitSpace]) -> list[UnitSpace]:
 def _form(space: UnitSpace) -> tuple[object, ...]:
     """The form of a space: spaces at the same place of repeated blocks have the same form.
 
-    It consists of the names of its tensors without the numbers of blocks. A number right before the name of
-    a tensor is kept, because it distinguishes the layers of one block.
+    It consists of the names of its tensors without the numbers of blocks and stages, such as 2.0 or conv2_1.
+    Numbers in the name of the module that holds a tensor are kept: they distinguish layers of one block.
     """
-    parts = {(re.sub(r"(^|\.)\d+(?=\.\w+\.)", r"\1#", s.tensor), s.dim, s.role) for s in space.slices}
+    parts = {(re.sub(r"\d+(?=\w*\.\w+\.)", "#", s.tensor), s.dim, s.role) for s in space.slices}
     return (space.kind, *sorted(parts))
 
 

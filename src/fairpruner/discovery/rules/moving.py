@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fairpruner.discovery.failing import OUT_OF_MEMORY
-from fairpruner.discovery.ids import NONE, Usage
+from fairpruner.discovery.ids import NONE, Usage, compact
 from fairpruner.discovery.rules.operation import Operation, no_rule
 from fairpruner.discovery.shadow import EMPTY, IdMap, Shadow, extent
 from fairpruner.models.torch_private import base_of, is_in_place, tree_map_only
@@ -50,7 +50,7 @@ def movement(op: Operation) -> None:
     ):
         return no_rule(op)
     for position, result in enumerate(op.results):
-        maps_of_result = tuple(maps[position] for maps in moved)
+        maps_of_result = tuple(compact(maps[position]) for maps in moved)
         op.recorder.put(result, Shadow(maps_of_result, weight, buffer))
     if op.name in ("split_with_sizes", "unsafe_split_with_sizes"):
         _note_sizes(op)
@@ -109,7 +109,15 @@ def _reshape(idmap: IdMap, shape: Sequence[int]) -> IdMap:
 
 
 def _pad(idmap: IdMap, pad: Sequence[int], value: Any = 0) -> IdMap:
-    return torch.constant_pad_nd(idmap, list(pad), NONE)
+    """Padding holds no unit, unless it lies beside a unit along a dimension without units, such as space."""
+    pad, shape, changes = list(pad), list(idmap.shape), extent(idmap)
+    for position in range(len(pad) // 2):
+        dim = idmap.ndim - 1 - position
+        if shape[dim] and not changes[dim]:
+            shape[dim] += pad[2 * position] + pad[2 * position + 1]
+            pad[2 * position : 2 * position + 2] = [0, 0]
+            idmap = idmap.narrow(dim, 0, 1)
+    return torch.constant_pad_nd(idmap.expand(shape), pad, NONE) if any(pad) else idmap.expand(shape)
 
 
 def _cat(maps: Sequence[IdMap], dim: int = 0) -> IdMap:
