@@ -7,6 +7,7 @@ the code of the module mentions. If a cut with this guess fails, other choices a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -89,9 +90,11 @@ def _free(space: UnitSpace, model: nn.Module) -> list[SizeCandidate]:
 
 
 def _place(space: UnitSpace, count: Count) -> Place:
-    """The place of a count in its block: the last name of its module, and whether units are written there."""
-    name = count.module.rpartition(".")[2]
-    return ("" if name.isdigit() else name), count.attribute, _writes(space, count.module)
+    """The place of a count in its block: the last name of its module without the numbers of blocks, and whether
+    units are written there.
+    """
+    name = re.sub(r"\d+", "", count.module.rpartition(".")[2])
+    return name, count.attribute, _writes(space, count.module)
 
 
 def _writes(space: UnitSpace, path: str) -> bool:
@@ -108,9 +111,11 @@ def _candidates(space: UnitSpace, model: nn.Module) -> list[SizeCandidate]:
     for path in dict.fromkeys(_nearby(space)):
         module = model.get_submodule(path)
         if type(module) in FEWER_HEADS or type(module) in FEWER_HEADS.values():
-            owner = _shares(space.size, int(vars(module)["num_heads"]))
+            owner = _heads(space, int(vars(module)["num_heads"]))
             found += [SizeCandidate(Count(path, "num_heads", owner), True)] if owner is not None else []
             continue
+        if type(module).__module__.startswith("torch.nn."):
+            continue  # sizes such as the kernel of a convolution count no heads
         mentioned = names_in_code(type(module))
         for attribute, value in _whole_numbers(module):
             named_after_heads = "head" in attribute and "." not in attribute  # a dot: from a configuration
@@ -128,7 +133,7 @@ def _candidate(space: UnitSpace, path: str, attribute: str, value: int) -> SizeC
     owner = _widths(space, value)
     if owner is not None:
         return SizeCandidate(Count(path, attribute, owner), named_as_size)
-    owner = _shares(space.size, value)
+    owner = _heads(space, value)
     if owner is None or (space.kind != "head" and value != space.size):
         return None
     counts_heads = "head" in name or value == space.size
@@ -184,9 +189,18 @@ def common_path(paths: Sequence[str]) -> str:
     return ".".join(common)
 
 
-def _shares(units: int, value: int) -> Ints | None:
-    """The unit of each head; every unit gets the same number of heads."""
-    return np.repeat(np.arange(units), value // units) if value > 0 and value % units == 0 else None
+def _heads(space: UnitSpace, value: int) -> Ints | None:
+    """The unit of each of `value` heads; -1 for heads of other spaces. None if no tensor has so many.
+
+    A head is a run of equal owners along a dimension of a tensor. Every unit has the same number of heads.
+    """
+    for part in space.slices if value > 0 else ():
+        runs = part.owner.reshape(value, -1) if part.owner.size % value == 0 else None  # [heads, width]
+        if runs is not None and (runs == runs[:, :1]).all():
+            heads = np.bincount(runs[runs[:, 0] >= 0, 0], minlength=space.size)
+            if (heads == heads[0]).all():
+                return runs[:, 0]
+    return None
 
 
 def _widths(space: UnitSpace, value: int) -> Ints | None:
@@ -204,7 +218,7 @@ def _narrowed(space: UnitSpace) -> list[tuple[Count, ...]]:
     Where heads of several modules are tied, each of these gets a count. There is one choice for each
     dimension of the input from which the code may take this width.
     """
-    reading = {part.tensor: part.owner for part in space.slices_of("read") if (part.owner >= 0).all()}
+    reading = {part.tensor: part.owner for part in space.slices_of("read")}
     if space.kind != "head" or not reading:
         return []
     around = _around(space)
