@@ -16,6 +16,8 @@ computes what the first one computed.
 from __future__ import annotations
 
 import argparse
+import functools
+import hashlib
 import json
 import multiprocessing
 import os
@@ -39,7 +41,7 @@ from fairpruner.core.tod import removal_order
 from fairpruner.discovery.lively import lively
 from fairpruner.models.calling import call, describe, output_tensors
 from fairpruner.models.narrowing import cut_units, mask_units
-from fairpruner.models.torch_private import tree_map_only
+from fairpruner.models.torch_private import TorchDispatchMode, tree_map_only
 
 torch.set_num_threads(1)
 
@@ -48,8 +50,18 @@ SHARE = 0.4  # of each space, removed at random
 MEMORY = 8 << 30
 TIMEOUT = 1800  # seconds for one model
 SHAKE = 1e-12  # the share by which weights change to see how far the model amplifies rounding
+DRAWS = 8  # of random weights
 CHAOS = 1e-3  # a model that moves so far with the weights of the check is compared with its initial ones
 OUTPUT = "reaches the model's output"
+
+
+def _source() -> str:
+    """A short hash of the package's source, which tells whether rows were measured with the same version."""
+    files = sorted(Path(fp.__file__).parent.rglob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
+
+
+SOURCE = _source()
 
 
 def examine(path: str, folder: Path) -> dict[str, Any]:
@@ -58,7 +70,7 @@ def examine(path: str, folder: Path) -> dict[str, Any]:
     torch.manual_seed(0)
     model, inputs = build().eval(), example()
     forward = min(_processor_seconds(lambda: _outputs(model, inputs)) for _ in range(3))
-    row: dict[str, Any] = {"model": path, "input": describe(inputs), "forward_s": forward}
+    row: dict[str, Any] = {"model": path, "input": describe(inputs), "forward_s": forward, "source": SOURCE}
     start = time.process_time()
     try:
         spaces = fp.discover(model, inputs)
@@ -76,7 +88,11 @@ def examine(path: str, folder: Path) -> dict[str, Any]:
     plan = fp.Plan.removing(spaces, _some_units(spaces))
     small = fp.cut(model, plan)
     row["kept"] = {name: plan.predicted[name] / plan.original[name] for name in ("flops", "params")}
-    row["difference"], row["tremor"], row["precision"] = _difference(model, plan, inputs, lively)
+    for draw in range(DRAWS):  # a detector may find nothing with some random weights
+        found = _difference(model, plan, inputs, functools.partial(_drawn, draw))
+        if found is not None:
+            break
+    row["difference"], row["tremor"], row["precision"] = found
     if row["tremor"] > CHAOS:  # such outputs prove nothing
         row["difference"], row["tremor"], row["precision"] = _difference(model, plan, inputs, _initial)
     predicted = [plan.predicted["params"], plan.predicted["flops"]]
@@ -112,10 +128,14 @@ def _initial(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tenso
     return tensor.to(dtype, copy=True) if tensor.is_floating_point() else tensor
 
 
-def _difference(model: Any, plan: Any, inputs: Any, weights: Any) -> tuple[float, float, str]:
+def _drawn(draw: int, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return lively(f"{name} {draw}" if draw else name, tensor, dtype)
+
+
+def _difference(model: Any, plan: Any, inputs: Any, weights: Any) -> tuple[float, float, str] | None:
     """How far mask and cut of the plan differ with these weights, as a share of the largest output; how far a
     tiny change of the weights moves the masked output; and in which precision: float64 where the model runs
-    in it within the memory.
+    in it within the memory. None if the output holds no numbers.
     """
     for dtype in (torch.float64, torch.float32):
         cast = tree_map_only(
@@ -129,18 +149,35 @@ def _difference(model: Any, plan: Any, inputs: Any, weights: Any) -> tuple[float
             return _shaken(name, weights(name, tensor, dtype))
 
         try:  # each copy is freed before the next one is made
-            masked = _outputs(mask_units(model, plan.spaces, plan.removed, weights=changed).eval(), cast)
+            with _Rounding(dtype) as rounding:
+                masked = _outputs(mask_units(model, plan.spaces, plan.removed, weights=changed).eval(), cast)
             moved = _outputs(mask_units(model, plan.spaces, plan.removed, weights=shaken).eval(), cast)
         except (RuntimeError, TypeError, ValueError):  # it runs in float32 alone, or is too large
             if dtype is torch.float32:
                 raise
             continue
         small = _outputs(cut_units(model, plan.spaces, plan.removed, weights=changed).eval(), cast)
-        precision = str(dtype).removeprefix("torch.")
+        precision = "partly float32" if rounding.seen else str(dtype).removeprefix("torch.")
         if [t.shape for t in masked] != [t.shape for t in small]:
             return float("inf"), 0, precision
+        if not any(t.is_floating_point() and t.numel() for t in masked):
+            return None
         return _share(masked, small), _share(masked, moved), precision
     raise AssertionError
+
+
+class _Rounding(TorchDispatchMode):
+    """Whether a pass in float64 rounds some of its numbers to float32, as many routers do."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype, self.seen = dtype, False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if self._dtype is torch.float64 and isinstance(out, torch.Tensor) and out.dtype is torch.float32:
+            self.seen |= any(isinstance(a, torch.Tensor) and a.dtype is torch.float64 for a in args)
+        return out
 
 
 def _share(a: list[Any], b: list[Any]) -> float:
@@ -148,7 +185,7 @@ def _share(a: list[Any], b: list[Any]) -> float:
     return max(
         float((x - y).abs().max() / x.abs().max().clamp_min(1e-30))
         for x, y in zip(a, b, strict=True)
-        if x.is_floating_point() and x.numel()
+        if x.is_floating_point() and x.numel() and x.shape == y.shape
     )
 
 

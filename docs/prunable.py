@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 INTRODUCTION = """# What can be pruned
 """
 METHOD = """
-`python benchmarks/zoo.py` tries every model below, each in a separate process: it finds what can be removed, removes 40 % of each space at random, and saves and loads the smaller model. `python docs/prunable.py` writes this page from its results. All weights are random. The models of Hugging Face, of diffusers and those with experts are small versions, built from their configurations; of every family of timm, the smallest model is used. Full-size models have other widths, but the same parts can be removed. Rows were measured with several versions of the source; torchvision's list is not complete yet.
+`python benchmarks/zoo.py` tries every model below, each in a separate process: it finds what can be removed, removes 40 % of each space at random, and saves and loads the smaller model. `python docs/prunable.py` writes this page from its results. All weights are random. The models of Hugging Face, of diffusers and those with experts are small versions, built from their configurations; of every family of timm, the smallest model is used. Full-size models have other widths, but the same parts can be removed.
 
 - A *channel* is one output of a convolution, with everything that reads it.
 - A *hidden* unit is one neuron between two linear maps; in a gated MLP, the same unit of gate, up and down together.
@@ -30,7 +30,7 @@ The columns:
 
 - *found*: units by kind, and in how many spaces.
 - *FLOPs kept*: the share of multiply-accumulates that is left after 40 % of each space was removed.
-- *equal*: zeroing the removed units and cutting them give the same output in float64 with random weights (to 1e-8; to 1e-4 for a model that only runs in float32, or that amplifies rounding; with the initial weights instead where random ones make the output chaotic), and params and FLOPs are as predicted. FLOPs are those of the example: a detector does more work where it finds more boxes, so for it they are an estimate, and a difference is written out.
+- *equal*: zeroing the removed units and cutting them give the same output in float64 with random weights (to 1e-8; to 1e-6 if the model itself rounds some numbers to float32; to 1e-4 for a model that only runs in float32, that takes more than 8 GB in float64, or that amplifies rounding; with the initial weights instead where random ones make the output chaotic), and params and FLOPs are as predicted. FLOPs are those of the example: a detector does more work where it finds more boxes, so for it they are an estimate, and a difference is written out.
 - *saved*: a new process loads the cut model and computes the same.
 - *discovery*: processor seconds, with its check, and how many forward passes over the same example take as long.
 - *left out*: the number of names, besides those that reach the output, and why, in these words:
@@ -126,8 +126,10 @@ def _remarks(rows: list[dict[str, Any]]) -> str:
     cut = [row for row in rows if "kept" in row]
     flops = sum(row["predicted"] != row["counted"] for row in cut)
     outputs = sum(not row["equal"] and row["predicted"] == row["counted"] for row in cut)
+    versions = len({row.get("source") for row in rows})
     return (
-        f"Zeroing and cutting give different outputs for {outputs} models. For {flops}, the FLOPs that were"
+        f"The rows were measured with {'one version' if versions == 1 else f'{versions} versions'} of the source."
+        f" Zeroing and cutting give different outputs for {outputs} models. For {flops}, the FLOPs that were"
         " counted are not those predicted: these detectors do more work where they find more boxes. *slow*:"
         " discovery takes longer than both 5 processor seconds and 40 forward passes."
     )

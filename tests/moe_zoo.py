@@ -257,7 +257,7 @@ def enliven(model: nn.Module) -> nn.Module:
     """Weights under which routing differs from token to token, and correction biases that matter."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        for name, tensor in model.state_dict().items():  # other buffers are not saved with the model
             if tensor.ndim >= 2:
                 tensor.copy_(torch.randn(tensor.shape, generator=generator) / max(tensor.shape[-2:]) ** 0.5)
             elif "bias" in name:

@@ -35,6 +35,9 @@ PRECISIONS: tuple[tuple[torch.dtype | None, float], ...] = (
 SHAKE = 1e-12
 TREMOR = 1e-4
 
+DRAWS = 8  # of random weights, if the output of the model holds no real numbers
+NO_NUMBERS = "the output on the example holds no real numbers, so a cut cannot be checked"
+
 RemovedUnits = dict[str, Ints]
 
 
@@ -59,6 +62,7 @@ class Check:
         ]
         self.examples = examples
         self.model = model
+        self._draws = 0  # of further random weights
         self.lively = cache(partial(lively_weights, model))
         # A difference in this type is taken as the answer.
         self._decisive = torch.float64 if has_float64(device_of_model(model)) else torch.float32
@@ -82,6 +86,19 @@ class Check:
     def disagreement(
         self, spaces: Sequence[UnitSpace], removed: RemovedUnits, position: int
     ) -> Failure | None:
+        """Why mask and cut of these units do not agree on one example; None if they agree.
+
+        A detector may find nothing with some random weights. Then other weights are drawn.
+        """
+        for _ in range(DRAWS):
+            failure = self._compared(spaces, removed, position)
+            if failure is None or failure.reason != NO_NUMBERS:
+                break
+            self._draws += 1
+            self.lively = cache(partial(lively_weights, self.model, draw=self._draws))
+        return failure
+
+    def _compared(self, spaces: Sequence[UnitSpace], removed: RemovedUnits, position: int) -> Failure | None:
         failure = None
         for dtype, tolerance in PRECISIONS:
             if dtype is torch.float64 and self._decisive is not torch.float64:
@@ -188,7 +205,7 @@ def _compare(masked: list[torch.Tensor], small: list[torch.Tensor], tolerance: f
         )
     pairs = [(a, b) for a, b in zip(masked, small, strict=True) if a.is_floating_point() and a.numel()]
     if not pairs:
-        return "the output on the example holds no real numbers, so a cut cannot be checked"
+        return NO_NUMBERS
     if not any(a.any() for a, _ in pairs):
         return "the output on the example is zero, so a cut cannot be checked"
     for a, b in pairs:

@@ -90,8 +90,8 @@ def _free(space: UnitSpace, model: nn.Module) -> list[SizeCandidate]:
 
 
 def _place(space: UnitSpace, count: Count) -> Place:
-    """The place of a count in its block: the last name of its module without the numbers of blocks, and whether
-    units are written there.
+    """The place of a count in its block: the last name of its module without numbers, and whether units are
+    written there.
     """
     name = re.sub(r"\d+", "", count.module.rpartition(".")[2])
     return name, count.attribute, _writes(space, count.module)

@@ -16,8 +16,8 @@ from fairpruner.models.torch_private import AnyConvolution
 APART = 16 * 61
 
 
-def lively_weights(model: nn.Module, dtype: torch.dtype | None) -> Change:
-    """Random tensors for a whole model.
+def lively_weights(model: nn.Module, dtype: torch.dtype | None, *, draw: int = 0) -> Change:
+    """Random tensors for a whole model; each draw gives others.
 
     Matrices of the same fan-in are windows into one pool, so together they take the memory of the largest.
     The matrices of a stack of experts are windows of their own, which overlap.
@@ -43,7 +43,7 @@ def lively_weights(model: nn.Module, dtype: torch.dtype | None) -> Change:
     pools = {
         kind: (
             lively(
-                str(kind),
+                f"{kind} {draw}" if draw else str(kind),
                 torch.empty(1, dtype=kind[1], device=_home(kind[2])).expand(-(-length // kind[0]), kind[0]),
                 dtype,
             ).flatten()
@@ -53,7 +53,7 @@ def lively_weights(model: nn.Module, dtype: torch.dtype | None) -> Change:
 
     def weights(name: str, tensor: torch.Tensor) -> torch.Tensor:
         if name not in matrices:
-            return lively(name, tensor, dtype)
+            return lively(f"{name} {draw}" if draw else name, tensor, dtype)
         pool = pools[kinds[name]].narrow(0, starts[name], _span(tensor, name in stacks))
         if name in stacks:
             return pool.as_strided(tensor.shape, (APART, tensor.shape[2], 1))
