@@ -126,9 +126,10 @@ def _remarks(rows: list[dict[str, Any]]) -> str:
     cut = [row for row in rows if "kept" in row]
     flops = sum(row["predicted"] != row["counted"] for row in cut)
     outputs = sum(not row["equal"] and row["predicted"] == row["counted"] for row in cut)
-    versions = len({row.get("source") for row in rows})
+    versions = {row.get("source", "") for row in rows}
+    one = len(versions) == 1 and "" not in versions
     return (
-        f"The rows were measured with {'one version' if versions == 1 else f'{versions} versions'} of the source."
+        f"The rows were measured with {'one version' if one else 'several versions'} of the source."
         f" Zeroing and cutting give different outputs for {outputs} models. For {flops}, the FLOPs that were"
         " counted are not those predicted: these detectors do more work where they find more boxes. *slow*:"
         " discovery takes longer than both 5 processor seconds and 40 forward passes."
