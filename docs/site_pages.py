@@ -36,9 +36,10 @@ def on_files(files: Files, config: Any, **_: Any) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Add the list of all benchmarks to their page."""
-    return markdown + _benchmarks() if page.file.src_uri == "benchmarks.md" else markdown
+def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
+    """Add the list of all benchmarks to their page, and move links that leave docs/."""
+    more = _benchmarks() if page.file.src_uri == "benchmarks.md" else ""
+    return _moved(markdown + more, config.extra["repository"], root="../")
 
 
 def on_page_content(content: str, **_: Any) -> str:
@@ -50,13 +51,17 @@ def _mathml(match: re.Match[str]) -> str:
     return convert(html.unescape(match[2]), display="inline" if match[1] == "span" else "block")
 
 
-def _moved(text: str, repository: str) -> str:
-    """Make links from the root links from docs/; what is not on the site is linked in the repository."""
+def _moved(text: str, repository: str, root: str = "") -> str:
+    """Make links to files below the root links from docs/; what is not on the site is in the repository.
+
+    `root` is the path from the text's own folder to the root; other links stay.
+    """
 
     def link(match: re.Match[str]) -> str:
         path, _, anchor = match[1].partition("#")
-        if "://" in path or not path:
+        if "://" in path or not path or not path.startswith(root):
             return match[0]
+        path = path.removeprefix(root)
         place = PAGES.get(path) or ("examples.md" if path.rstrip("/") == "examples" else None)
         if place is None and path.startswith("docs/"):
             place = path.removeprefix("docs/")
@@ -94,6 +99,6 @@ def _benchmarks() -> str:
     lines = ["", "## All benchmarks", "", "| name | what it measures | shown in |", "|---|---|---|"]
     for name, title in pages.titles().items():
         shown = (d for d in pages.DOCUMENTS if pages.shown(name, d) is not None)
-        links = (f"[{d.name}]({PAGES.get(d.name, d.name)})" for d in shown)
+        links = (f"[{d.name}](../{d.relative_to(ROOT).as_posix()})" for d in shown)
         lines.append(f"| `{name}` | {title} | {', '.join(links)} |")
     return "\n".join(lines) + "\n"

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import fairpruner as fp
 from fairpruner.models.narrowing import copy_with
-from fairpruner.repair import METHODS, regression, sequential
+from fairpruner.repair import METHODS, refits, regression
 
 Data = list[tuple[Tensor, Tensor]]
 
@@ -577,8 +577,8 @@ def test_sums_that_have_no_room_together_are_taken_in_several_sweeps(monkeypatch
     model, inputs, spaces = built("resnet8_a", 64)
     plan = fp.Plan.removing(spaces, some_units(spaces, 0.34, seed=0))
     small, outcomes, errors, reads = fp.cut(model, plan), [], [], []
-    for room in (sequential.MOST_NUMBERS, 2**18):
-        monkeypatch.setattr(sequential, "MOST_NUMBERS", room)
+    for room in (refits.MOST_NUMBERS, 2**18):
+        monkeypatch.setattr(refits, "MOST_NUMBERS", room)
         data = Counting(matching(model, inputs))
         repaired, notes = fp.repair_with_notes(small, model, plan, data, method="sequential", loss=squared)
         outcomes.append({note.subject: note.outcome for note in notes})
@@ -609,5 +609,5 @@ def test_a_weight_over_positions_is_not_refitted_where_channels_are_gone() -> No
     data = [(inputs, net(inputs).detach())]
     found = fp.repair_with_notes(fp.cut(net, plan), net, plan, data, method="sequential", loss=F.mse_loss)
     skipped = {note.subject: note.reason for note in found.notes if note.outcome == "skipped"}
-    assert skipped == {"back.weight": sequential.FEWER_ROWS}
+    assert skipped == {"back.weight": refits.FEWER_ROWS}
     assert any(note.subject == "leave.weight" and note.outcome == "repaired" for note in found.notes)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -47,6 +47,13 @@ class Failure:
 
     reason: str
     path: str | None = None
+
+
+class _Run(NamedTuple):
+    """What a model returned, and the modules that it ran through."""
+
+    outputs: list[torch.Tensor]
+    visits: Visits
 
 
 class Check:
@@ -99,6 +106,7 @@ class Check:
         return failure
 
     def _compared(self, spaces: Sequence[UnitSpace], removed: RemovedUnits, position: int) -> Failure | None:
+        """Why the outputs of mask and cut differ, by the first type that can decide; None if they do not."""
         failure = None
         for dtype, tolerance in PRECISIONS:
             if dtype is torch.float64 and self._decisive is not torch.float64:
@@ -106,39 +114,42 @@ class Check:
             if dtype is torch.float32 and self._too_coarse:
                 continue
             weights, inputs = self.lively(dtype), cast(self.examples[position], dtype)
-            visits = Visits()
-            try:
-                # The cut model is freed before the masked one is built.
-                small = self._outputs(cut_units(self.model, spaces, removed, weights=weights), inputs, visits)
-            except Exception as error:  # the user's code may raise anything when sizes change
-                raise_if_out_of_memory(error, self.model)
-                failure = Failure(f"a cut model cannot run: {first_line(error)}", visits.running)
+            # The cut model is freed before the masked one is built.
+            cut = partial(cut_units, self.model, spaces, removed, weights=weights)
+            small = self._run("a cut model", cut, inputs)
+            if isinstance(small, Failure):
                 if self.runs(dtype, position):
-                    break
+                    return small
+                failure = small
                 continue
-            other = Visits()
-            try:
-                masked = self._outputs(
-                    mask_units(self.model, spaces, removed, weights=weights), inputs, other
-                )
-            except Exception as error:  # a file's example may only fit the cut model
-                raise_if_out_of_memory(error, self.model)
-                failure = Failure(f"the masked model cannot run: {first_line(error)}", other.running)
+            mask = partial(mask_units, self.model, spaces, removed)
+            masked = self._run("the masked model", partial(mask, weights=weights), inputs)
+            if isinstance(masked, Failure):  # a file's example may only fit the cut model
+                failure = masked
                 continue
-            reason = _compare(masked, small, tolerance)
-            if reason and dtype is torch.float64 and _close(masked, small):
-                found = _shares(masked, small)
+            reason = _compare(masked.outputs, small.outputs, tolerance)
+            if reason and dtype is torch.float64 and _close(masked.outputs, small.outputs):
+                found = _shares(masked.outputs, small.outputs)
                 if not _rounding(found, self._floors.get(position)):
-                    shaken = mask_units(self.model, spaces, removed, weights=_shaken(weights))
-                    self._floors[position] = _shares(masked, self._outputs(shaken, inputs, Visits()))
+                    shaken = self._outputs(mask(weights=_shaken(weights)), inputs, Visits())
+                    self._floors[position] = _shares(masked.outputs, shaken)
                 reason = "" if _rounding(found, self._floors[position]) else reason
             if not reason:
                 self._too_coarse |= dtype is torch.float64
                 return None
-            failure = Failure(reason, first_difference(other, visits, 10 * tolerance))
+            failure = Failure(reason, first_difference(masked.visits, small.visits, 10 * tolerance))
             if dtype is self._decisive:
                 break
         return failure
+
+    def _run(self, name: str, make: Callable[[], nn.Module], inputs: Any) -> _Run | Failure:
+        """Build a model and run it; a failure if it cannot run."""
+        visits = Visits()
+        try:
+            return _Run(self._outputs(make(), inputs, visits), visits)
+        except Exception as error:  # the user's code may raise anything when sizes change
+            raise_if_out_of_memory(error, self.model)
+            return Failure(f"{name} cannot run: {first_line(error)}", visits.running)
 
     def _outputs(self, model: nn.Module, inputs: Any, visits: Visits) -> list[torch.Tensor]:
         return outputs(model, inputs, visits)

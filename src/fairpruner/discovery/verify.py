@@ -180,7 +180,7 @@ def disagreement(
     *,
     room: int | None = None,
 ) -> str:
-    """Why mask and cut of exactly these units do not agree on the examples; None if they agree.
+    """Why mask and cut of exactly these units do not agree on the examples; "" if they agree.
 
     With `room`, spaces are checked in parts whose tensors take at most this many bytes in float32, or one by
     one. Tensors that a part does not touch take no memory, so a model on the device "meta" can be checked.
@@ -218,7 +218,7 @@ def _parts(model: nn.Module, spaces: Sequence[UnitSpace], room: int | None) -> I
 def runs_without_numbers(model: nn.Module, small: nn.Module, example: Any) -> str:
     """Why the output of a cut model on the device "meta" has other shapes than that of the whole model.
 
-    None if the shapes are equal, or if the whole model does not run there.
+    "" if the shapes are equal, or if the whole model does not run there.
     """
     inputs = tree_map_only(torch.Tensor, lambda t: t.to("meta"), example)
     try:

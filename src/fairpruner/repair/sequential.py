@@ -23,13 +23,15 @@ original's stream behind that block: it takes over what the block added, as far 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import dropwhile
 
 import torch
 from torch import Tensor, nn
 
+from fairpruner.core.plan import Plan
 from fairpruner.inputs.batches import Batch, forward
 from fairpruner.inputs.tokens import real_tokens
 from fairpruner.models.experts import expert_lists
@@ -38,16 +40,12 @@ from fairpruner.repair.interceptor import Interceptor
 from fairpruner.repair.job import Job
 from fairpruner.repair.notes import ROUTED, UNSEEN, USED_ELSEWHERE, Note
 from fairpruner.repair.products import Product, Rows
-from fairpruner.repair.regression import Fit, Halves, JudgedFit, float64, judged_fit
+from fairpruner.repair.refits import Refit, RefitGroup, Target
 from fairpruner.repair.tensors import KeptByDim, kept_by_dim, tensors_by_name
 from fairpruner.repair.weight_uses import WeightUse, channel_scale, find_weight_uses
 
 POSITIONS = 32  # rows taken of each sample: neighbouring positions add little
 TOKENS = 512  # the same for texts, whose neighbouring tokens differ
-MOST_NUMBERS = 2**27  # in the sums of one half of the samples that are held at once, or one weight's
-MOST_OF_ONE = 2**28  # in the sums of a single weight
-TOO_LARGE = f"its sums hold more than {MOST_OF_ONE} numbers"
-FEWER_ROWS = "it is applied to each unit of a space separately, and some of them were removed"
 
 
 def refit(job: Job) -> list[Note]:
@@ -55,34 +53,48 @@ def refit(job: Job) -> list[Note]:
     # The two models may call different experts of a list, so their additions cannot be matched.
     if lists := expert_lists(job.model):
         return [Note(path, "skipped", ROUTED) for path in lists]
-    plan, batch = job.plan, next(job.read())
+    batch = next(job.read())
     uses = find_weight_uses(job.model, batch)
-    gone = {
+    gone = _in_removed_blocks(job.plan) & set(uses)
+    # Without a removed block, later additions of the cut model have other numbers.
+    places = _Places.of(uses, find_weight_uses(job.small, batch) if gone else uses, gone)
+    lost = _that_lost_inputs(job.plan) & set(tensors_by_name(job.small))
+    notes = [Note(name, "skipped", UNSEEN) for name in sorted(lost - set(uses))]
+    touched = lost | gone | places.moved
+    from_first = dropwhile(lambda name: name not in touched, uses)
+    obstacles = {name: _obstacle(uses[name]) for name in from_first if name in places.cut}
+    notes += [Note(name, "skipped", reason) for name, reason in obstacles.items() if reason]
+    return notes + _refit_in_groups(job, places, [name for name, reason in obstacles.items() if not reason])
+
+
+def _in_removed_blocks(plan: Plan) -> set[str]:
+    """The tensors of removed residual blocks."""
+    return {
         part.tensor
         for space in plan.spaces
         for part in (space.slices if space.kind == "block" else ())
         if part.owner[0] in plan.removed[space.name]
-    } & set(uses)
-    # Without a removed block, later additions of the cut model have other numbers.
-    places = _Places.of(uses, find_weight_uses(job.small, batch) if gone else uses, gone)
-    lost = {part.tensor for s in plan.spaces if plan.removed[s.name] for part in s.slices_of("read")}
-    lost &= set(tensors_by_name(job.small))
-    notes = [Note(name, "skipped", UNSEEN) for name in sorted(lost - set(uses))]
-    order = list(uses)
-    start = min((order.index(name) for name in (lost | gone | places.moved) & set(uses)), default=len(order))
-    order = [name for name in order[start:] if name in places.cut]
-    obstacles = {name: _obstacle(uses[name]) for name in order}
-    notes += [Note(name, "skipped", reason) for name, reason in obstacles.items() if reason]
-    waiting = {name for name, reason in obstacles.items() if not reason}
+    }
+
+
+def _that_lost_inputs(plan: Plan) -> set[str]:
+    """The tensors that read removed units."""
+    return {part.tensor for s in plan.spaces if plan.removed[s.name] for part in s.slices_of("read")}
+
+
+def _refit_in_groups(job: Job, places: _Places, names: Sequence[str]) -> list[Note]:
+    """Refit these weights, as many in each sweep over the data as there is room for."""
+    notes: list[Note] = []
+    waiting = list(names)
     while waiting:
-        group = _refit_group(job, places.only(waiting))
+        group = _refit_group(job, places.only(set(waiting)))
         if not group:  # later samples take other branches of the model than the first ones
-            return notes + [Note(name, "skipped", UNSEEN) for name in order if name in waiting]
+            return notes + [Note(name, "skipped", UNSEEN) for name in waiting]
         notes += [
             Note(name, "skipped", one.obstacle) if one.found is None else Note.of(name, one.found)
             for name, one in group.items()
         ]
-        waiting -= set(group)
+        waiting = [name for name in waiting if name not in group]
     return notes
 
 
@@ -129,9 +141,9 @@ def _obstacle(use: WeightUse) -> str:
     return f"it is called {use.calls} times, and a refit fits one place" if use.calls > 1 else ""
 
 
-def _refit_group(job: Job, places: _Places) -> dict[str, _Refit]:
+def _refit_group(job: Job, places: _Places) -> dict[str, Refit]:
     """Refit the first of these weights in one sweep, as many as there is room for."""
-    group, kept = _Group(), kept_by_dim(job.plan)
+    group, kept = RefitGroup(), kept_by_dim(job.plan)
     for count, (batch, last) in enumerate(_with_last(job.read()), start=1):
         original = _OriginalPass(job.model, places.original, kept, batch)
         with original:
@@ -154,15 +166,6 @@ def _with_last(batches: Iterable[Batch]) -> Iterator[tuple[Batch, bool]]:
         held = following
 
 
-@dataclass(frozen=True, eq=False)
-class _Target:
-    """The original's values in chosen rows of one weight's output, or of the sum that it is added into."""
-
-    rows: Rows
-    values: Tensor  # [rows, kept outputs]
-    places: tuple[int, ...]  # of the weight's input in the original
-
-
 class _OriginalPass(Interceptor):
     """Takes the targets of all weights from the original model."""
 
@@ -174,7 +177,7 @@ class _OriginalPass(Interceptor):
         self._generator = torch.Generator().manual_seed(batch.position)
         self._rows: dict[tuple[int, torch.device], tuple[Tensor, Rows]] = {}  # by the number of all rows
         self._arriving: dict[int, tuple[Product, Rows]] = {}  # by the number of the addition
-        self.targets: dict[str, _Target] = {}
+        self.targets: dict[str, Target] = {}
 
     def product(self, product: Product) -> Tensor:
         out = product.run()
@@ -212,103 +215,7 @@ class _OriginalPass(Interceptor):
 
     def _take(self, product: Product, rows: Rows, values: Tensor) -> None:
         keep = product.kept_outputs(self._kept).to(values.device)
-        self.targets[product.name] = _Target(rows, values[:, keep], product.places)
-
-
-class _Refit:
-    """One weight of the cut model: its value after the cut, the sums so far, and its change so far."""
-
-    def __init__(self, small: Mapping[str, Tensor], product: Product, use: WeightUse) -> None:
-        self._product, self._offset = product.without_input(), use.offset
-        matrix = product.matrix(float64(product.weight.detach()))  # [G, c, taps, q]
-        self._channels, self._taps = matrix.shape[1:3]
-        self._before = Fit(
-            matrix.transpose(1, 2).flatten(1, 2),  # [G, taps c, q]
-            torch.zeros(len(matrix), matrix.shape[3], dtype=torch.float64)
-            if product.bias is None
-            else float64(product.bias.detach()).view(len(matrix), -1),
-        )
-        self._constant = None if use.offset is None else small[use.offset.tensor]
-        self._constant_before = None if self._constant is None else float64(self._constant.detach())
-        self._nothing = Fit(torch.zeros_like(self._before.slope), torch.zeros_like(self._before.offset))
-        self._change = self._nothing
-        self._halves: Halves | None = None
-        self.found: JudgedFit | None = None
-        groups, features, outputs = self._before.slope.shape
-        self.numbers = groups * features * max(features, outputs)  # in its sums
-        self.obstacle = TOO_LARGE if self.numbers > MOST_OF_ONE else ""
-
-    def before(self, features: Tensor) -> Tensor:
-        """The output of the unchanged weight for features [G, rows, p]: [rows, outputs]."""
-        return _applied(self._before, features)
-
-    def change(self, features: Tensor) -> Tensor:
-        """What the change so far adds to this output."""
-        return _applied(self._change, features)
-
-    @property
-    def hidden_offset(self) -> Tensor:
-        """The part of the change that a running mean behind the output adds, [outputs]."""
-        hidden = self._offset is not None and self._offset.sign < 0
-        return (self._change if hidden else self._nothing).offset.flatten()
-
-    def add(self, features: Tensor, missing: Tensor, fitted: int) -> None:
-        """Add rows: features [G, rows, p], and the error of the unchanged weight, [rows, outputs]."""
-        by_group = missing.unflatten(1, (len(features), -1)).transpose(0, 1)  # [G, rows, q]
-        new = Halves.of(features, by_group, fitted)
-        if self._halves is None:
-            self._halves = new
-        else:
-            self._halves += new
-
-    def solve(self, last: bool) -> None:
-        """Put the best weight so far into the model; only the first and the last time try all dampings."""
-        assert self._halves is not None
-        near = None if last or self.found is None else self.found.damping
-        self.found = judged_fit(self._halves, self._offset is not None, near=near)
-        self._change = self.found.fit or self._nothing
-        slope = self._before.slope + self._change.slope
-        matrix = slope.unflatten(1, (self._taps, self._channels)).transpose(1, 2)  # [G, c, taps, q]
-        weight = self._product.weight
-        with torch.no_grad():
-            weight.copy_(self._product.stored(matrix, like=weight))
-            if self._offset is not None and self._constant is not None and self._constant_before is not None:
-                self._constant.copy_(
-                    self._constant_before + self._offset.sign * self._change.offset.flatten()
-                )
-
-
-def _applied(fit: Fit, features: Tensor) -> Tensor:
-    """A fit applied to features [G, rows, p]: [rows, outputs]."""
-    given = features @ fit.slope.to(features) + fit.offset[:, None].to(features)  # [G, rows, q]
-    return given.transpose(0, 1).flatten(1)
-
-
-class _Group:
-    """The weights that are refitted in one sweep; the first batch adds them until there is no more room."""
-
-    def __init__(self) -> None:
-        self.refits: dict[str, _Refit] = {}
-        self.complete = False
-        self._room = MOST_NUMBERS
-
-    def refit_of(
-        self, product: Product, small: Mapping[str, Tensor], use: WeightUse, target: _Target
-    ) -> _Refit | None:
-        """The refit of the weight that is called now; None if it is not refitted in this sweep."""
-        if not self.complete and product.name not in self.refits:
-            new = _Refit(small, product, use)
-            if product.places != target.places:
-                new.obstacle = FEWER_ROWS
-            if new.obstacle:  # no sweep refits it: it is only named
-                self.refits[product.name] = new
-            elif new.numbers > self._room and self._room < MOST_NUMBERS:
-                self.complete = True
-            else:
-                self.refits[product.name] = new
-                self._room -= new.numbers
-        found = self.refits.get(product.name)
-        return found if found is not None and not found.obstacle else None
+        self.targets[product.name] = Target(rows, values[:, keep], product.places)
 
 
 @dataclass(frozen=True, eq=False)
@@ -316,7 +223,7 @@ class _Arriving:
     """A weight whose output is on its way to an addition."""
 
     product: Product
-    refit: _Refit
+    refit: Refit
     out: Tensor
     features: Tensor  # [G, rows, p], taken before anything can change the input in place
     outputs: Tensor  # [rows, outputs], the same for the output
@@ -338,8 +245,8 @@ class _CutPass(Interceptor):
         self,
         small: nn.Module,
         uses: Mapping[str, WeightUse],
-        targets: Mapping[str, _Target],
-        group: _Group,
+        targets: Mapping[str, Target],
+        group: RefitGroup,
         solve: _Solve,
     ) -> None:
         super().__init__(small)
