@@ -221,8 +221,20 @@ def test_a_model_larger_than_the_memory_allowed_is_cut(tmp_path: Path) -> None:
     assert same(fp.cut(model, plan), fp.load(tmp_path / "small"))
 
 
-def reversed_owners(space: Any) -> None:
-    part = next(part for part in space["slices"] if part["role"] == "read")
+def reversed_owners(plan: Any) -> None:
+    _reverse(next(part for part in plan["spaces"]["items"][-1]["slices"] if part["role"] == "read"))
+
+
+def queries_that_one_token_hides(plan: Any) -> None:
+    """With one token, attention does not depend on the queries."""
+    heads = next(space for space in plan["spaces"]["items"] if space["kind"] == "head")
+    plan["removed"][heads["name"]] = [0]
+    _reverse(next(part for part in heads["slices"] if "q_proj" in part["tensor"]))
+    for recorded in plan["spaces"]["examples"]["list"][0]["mapping"].values():
+        recorded["shape"] = [1, 1]
+
+
+def _reverse(part: Any) -> None:
     part["owner"] = [
         [first, 1, each] for first, count, each in part["owner"] for first in _falling(first, count)
     ]
@@ -232,17 +244,18 @@ def _falling(first: int, count: int) -> range:
     return range(first + count - 1, first - 1, -1)
 
 
-def dropped_slice(space: Any) -> None:
+def dropped_slice(plan: Any) -> None:
+    space = plan["spaces"]["items"][-1]
     space["slices"] = [part for part in space["slices"] if part["role"] != "read"]
 
 
-def other_role(space: Any) -> None:
-    for part in space["slices"]:
+def other_role(plan: Any) -> None:
+    for part in plan["spaces"]["items"][-1]["slices"]:
         part["role"] = "write"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("harm", [reversed_owners, dropped_slice, other_role])
+@pytest.mark.parametrize("harm", [reversed_owners, dropped_slice, other_role, queries_that_one_token_hides])
 @pytest.mark.parametrize("family", ["llama", "qwen2_moe"])
 def test_a_strangers_plan_is_verified_before_it_is_streamed(harm: Any, family: str, tmp_path: Path) -> None:
     """Digests can be recomputed; here they are left out, as in a plan written by hand."""
@@ -260,7 +273,7 @@ def test_a_strangers_plan_is_verified_before_it_is_streamed(harm: Any, family: s
     assert same(fp.cut(model, plan), fp.load(tmp_path / "small"))
     content = json.loads((tmp_path / "plan.json").read_text())
     del content["digest"]
-    harm(content["spaces"]["items"][-1])
+    harm(content)
     (tmp_path / "harmed.json").write_text(json.dumps(content))
     with pytest.raises(fp.FairprunerError, match=r"does not cut .* correctly"):
         stream(tmp_path / "whole", fp.Plan.load(tmp_path / "harmed.json"), tmp_path / "wrong")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -10,6 +11,9 @@ from torch import nn
 
 from fairpruner.core.plan import Plan
 from fairpruner.core.reading import understanding
+from fairpruner.core.units import UnitSpace
+from fairpruner.discovery.agreeing import untraced
+from fairpruner.discovery.lively import with_pools
 from fairpruner.discovery.verify import disagreement, runs_without_numbers
 from fairpruner.errors import FairprunerError
 from fairpruner.models.devices import device_of_model
@@ -106,10 +110,19 @@ def _examples(plan: Plan, device: torch.device) -> list[Any]:
 
 
 def _verify(model: nn.Module, plan: Plan, examples: list[Any], room: int | None = None) -> None:
-    """Refuse a plan from a file unless cut and mask agree; its digest is no proof, as anyone can make one."""
+    """Refuse a plan from a file unless cut and mask agree, and its units are those of this model.
+
+    Its digest is no proof, because anyone can make one.
+    """
     touched = [space for space in plan.spaces if plan.removed[space.name]]
+
+    def why_wrong(spaces: Sequence[UnitSpace]) -> str:
+        return disagreement(model, examples, spaces, plan.removed, room=room)
+
     with plain_experts(model):
-        _refuse(model, disagreement(model, examples, touched, plan.removed, room=room))
+        _refuse(model, why_wrong(touched))
+        traced = model if room is None else with_pools(model)
+        _refuse(model, untraced(traced, examples, touched, is_cut_right=lambda spaces: not why_wrong(spaces)))
 
 
 def _refuse(model: nn.Module, reason: str) -> None:

@@ -15,9 +15,10 @@ from fairpruner.discovery.assemble import as_data_flows, assemble, module_of
 from fairpruner.discovery.blocks import block_space
 from fairpruner.discovery.check import Check
 from fairpruner.discovery.costing import cost_model, operation_terms
+from fairpruner.discovery.lively import with_pools
 from fairpruner.discovery.routed import aligned, expert_space
 from fairpruner.discovery.stream import as_scales, rms_norms, with_stream
-from fairpruner.discovery.streamed import as_in_files, check_kinds, verify_by_layer, with_pools
+from fairpruner.discovery.streamed import as_in_files, check_kinds, verify_by_layer
 from fairpruner.discovery.trace import Trace, trace
 from fairpruner.discovery.verify import verify
 from fairpruner.errors import FairprunerError
@@ -58,7 +59,7 @@ def discover(
     if isinstance(model, Streamed):
         check_kinds(kinds)
         example = example_for(model.model) if example is None else example
-        model = with_pools(model)
+        model = with_pools(model.model)
     check_has_numbers(model)
     if example is None:
         raise FairprunerError(

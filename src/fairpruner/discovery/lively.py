@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from fairpruner.models.narrowing import Change
+from fairpruner.models.narrowing import Change, copy_with
 from fairpruner.models.torch_private import AnyConvolution
 
 # The distance between the starts of two windows, in numbers. It is a multiple of 16, because some kernels
@@ -60,6 +60,11 @@ def lively_weights(model: nn.Module, dtype: torch.dtype | None, *, draw: int = 0
         return pool.view(tensor.shape)
 
     return weights
+
+
+def with_pools(model: nn.Module) -> nn.Module:
+    """A copy with random weights, which are windows into pools as large as the largest tensors."""
+    return copy_with(model, lively_weights(model, torch.float32))
 
 
 def _span(matrix: torch.Tensor, stack: bool) -> int:

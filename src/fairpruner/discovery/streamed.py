@@ -6,16 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from fairpruner.core.units import UnitSpace
-from fairpruner.discovery.lively import lively_weights
 from fairpruner.discovery.verify import verify
 from fairpruner.errors import FairprunerError
 from fairpruner.inputs.streamed import Streamed
 from fairpruner.models.caching import CachedLayer
 from fairpruner.models.experts import plain_experts
-from fairpruner.models.narrowing import copy_with
 
 WHOLE = ("block", "stream")  # kinds whose units lie in all layers
 
@@ -27,11 +24,6 @@ def check_kinds(kinds: Sequence[str] | None) -> None:
             raise FairprunerError(
                 f"Spaces of kind {kind} lie in all layers, and --stream has one in memory: leave out {kind}."
             )
-
-
-def with_pools(streamed: Streamed) -> nn.Module:
-    """The model with random weights, which are windows into pools as large as its largest tensors."""
-    return copy_with(streamed.model, lively_weights(streamed.model, torch.float32))
 
 
 def verify_by_layer(

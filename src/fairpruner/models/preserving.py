@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from fairpruner.models.randomness import restore_generator
 from fairpruner.models.torch_private import TorchDispatchMode, written_tensors
 
-# If all parameters take at most this many bytes, they are copied beforehand. In a larger model, a parameter
+# If all parameters take at most this many bytes, they are copied beforehand. In another model, a parameter
 # is copied when an operation is about to write into it; few models do that in their forward pass.
 COPIED_PARAMETERS = 1 << 30
 # Objects inside objects are followed to this depth: a model may hold a trainer that holds the whole program.
@@ -55,7 +55,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     >>> model.shape
     """
     memory, writes = _Memory(), None
-    if sum(p.nbytes for p in model.parameters()) > COPIED_PARAMETERS:
+    if not _is_small(model):
         memory.copying = False
         writes = _CopyOnWrite(model, memory.undo)
     memory.remember(model)
@@ -175,6 +175,17 @@ class _CopyOnWrite(TorchDispatchMode):
             if tensor.layout is torch.strided:
                 self._undo += [_values(p) for p in self._uncopied.pop(_memory(tensor), ())]
         return func(*args, **(kwargs or {}))
+
+
+def _is_small(model: nn.Module) -> bool:
+    """Whether a copy of the parameters takes little memory, and not more than they take themselves.
+
+    Random weights that are windows into one pool would take a multiple.
+    """
+    parameters = [p for p in model.parameters() if type(p) is nn.Parameter and p.layout is torch.strided]
+    pools = {_memory(p): p.untyped_storage().nbytes() for p in parameters if not p.is_meta}
+    shared = sum(pools.values()) < sum(p.nbytes for p in parameters if not p.is_meta)
+    return not shared and sum(p.nbytes for p in model.parameters()) <= COPIED_PARAMETERS
 
 
 def _memory(tensor: Tensor) -> int:
