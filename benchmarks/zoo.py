@@ -93,7 +93,7 @@ def examine(path: str, folder: Path) -> dict[str, Any]:
         if found is not None:
             break
     row["difference"], row["tremor"], row["precision"] = found
-    if row["tremor"] > CHAOS:  # such outputs prove nothing
+    if not row["tremor"] <= CHAOS:  # such outputs prove nothing, nor do outputs that are not finite
         row["difference"], row["tremor"], row["precision"] = _difference(model, plan, inputs, _initial)
     predicted = [plan.predicted["params"], plan.predicted["flops"]]
     counted = [fp.count_params(small), fp.count_flops(small, inputs)]
@@ -159,7 +159,7 @@ def _difference(model: Any, plan: Any, inputs: Any, weights: Any) -> tuple[float
         small = _outputs(cut_units(model, plan.spaces, plan.removed, weights=changed).eval(), cast)
         precision = "partly float32" if rounding.seen else str(dtype).removeprefix("torch.")
         if [t.shape for t in masked] != [t.shape for t in small]:
-            return float("inf"), 0, precision
+            return float("inf"), 0.0, precision
         if not any(t.is_floating_point() and t.numel() for t in masked):
             return None
         return _share(masked, small), _share(masked, moved), precision
@@ -182,11 +182,12 @@ class _Rounding(TorchDispatchMode):
 
 def _share(a: list[Any], b: list[Any]) -> float:
     """The largest difference of two lists of outputs, as a share of the largest number of each output."""
-    return max(
+    shares = [
         float((x - y).abs().max() / x.abs().max().clamp_min(1e-30))
         for x, y in zip(a, b, strict=True)
         if x.is_floating_point() and x.numel() and x.shape == y.shape
-    )
+    ]
+    return max(shares, key=lambda share: float("inf") if share != share else share, default=float("nan"))
 
 
 def _shaken(name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -36,6 +36,7 @@ SHAKE = 1e-12
 TREMOR = 1e-4
 
 DRAWS = 8  # of random weights, if the output of the model holds no real numbers
+NOT_FINITE = "the output on the example is not finite, so a cut cannot be checked"
 NO_NUMBERS = "the output on the example holds no real numbers, so a cut cannot be checked"
 
 RemovedUnits = dict[str, Ints]
@@ -70,6 +71,7 @@ class Check:
         self.examples = examples
         self.model = model
         self._draws = 0  # of further random weights
+        self._own_buffers = False  # whether buffers stay near their values
         self.lively = cache(partial(lively_weights, model))
         # A difference in this type is taken as the answer.
         self._decisive = torch.float64 if has_float64(device_of_model(model)) else torch.float32
@@ -95,14 +97,19 @@ class Check:
     ) -> Failure | None:
         """Why mask and cut of these units do not agree on one example; None if they agree.
 
-        A detector may find nothing with some random weights. Then other weights are drawn.
+        A detector may find nothing with some random weights. Then other weights are drawn. A model may take
+        the root of a constant that it holds. Then its buffers stay near their values.
         """
         for _ in range(DRAWS):
             failure = self._compared(spaces, removed, position)
-            if failure is None or failure.reason != NO_NUMBERS:
+            if failure is None or failure.reason not in (NO_NUMBERS, NOT_FINITE):
                 break
-            self._draws += 1
-            self.lively = cache(partial(lively_weights, self.model, draw=self._draws))
+            if failure.reason == NOT_FINITE and self._own_buffers:
+                break
+            self._draws += failure.reason == NO_NUMBERS
+            self._own_buffers |= failure.reason == NOT_FINITE
+            drawn = partial(lively_weights, draw=self._draws, own_buffers=self._own_buffers)
+            self.lively = cache(partial(drawn, self.model))
         return failure
 
     def _compared(self, spaces: Sequence[UnitSpace], removed: RemovedUnits, position: int) -> Failure | None:
@@ -221,7 +228,7 @@ def _compare(masked: list[torch.Tensor], small: list[torch.Tensor], tolerance: f
         return "the output on the example is zero, so a cut cannot be checked"
     for a, b in pairs:
         if not a.isfinite().all():
-            return "the output on the example is not finite, so a cut cannot be checked"
+            return NOT_FINITE
         difference, scale = float((a - b).abs().max()), float(a.abs().max())
         if not difference <= tolerance * scale:
             return f"mask and cut differ by {difference:.2g} where the output is {scale:.2g}"

@@ -19,7 +19,7 @@ from fairpruner.core.arrays import Ints
 from fairpruner.core.units import Count, UnitSpace
 from fairpruner.models.attention import FEWER_HEADS
 from fairpruner.models.code_names import names_in_code
-from fairpruner.models.narrow_heads import HEADS_WIDTHS
+from fairpruner.models.narrow_heads import HEADS_WIDTHS, KEPT_HEADS, arguments_of
 
 TRIALS = 8  # choices of attributes that are tried before heads are left out
 LONGEST_TUPLE = 4  # of sizes that a module holds
@@ -59,6 +59,8 @@ def other_choices(space: UnitSpace, model: nn.Module) -> Iterator[UnitSpace]:
             yield chosen
         for narrow in _narrowed(space):
             yield replace(chosen, counts=(*chosen.counts, *narrow))
+    for given in _given_for_heads(space, model):
+        yield replace(space, counts=(*space.counts, given))
 
 
 def chosen_alike(chosen: UnitSpace, space: UnitSpace, model: nn.Module) -> UnitSpace:
@@ -69,8 +71,9 @@ def chosen_alike(chosen: UnitSpace, space: UnitSpace, model: nn.Module) -> UnitS
     }
     same = _with(space, model, flipped)
     attributes = {count.attribute for count in chosen.counts}
-    narrow = (count for counts in _narrowed(space) for count in counts if count.attribute in attributes)
-    return replace(same, counts=(*same.counts, *narrow))
+    narrow = (count for counts in _narrowed(space) for count in counts)
+    further = (c for c in (*narrow, *_given_for_heads(space, model)) if c.attribute in attributes)
+    return replace(same, counts=(*same.counts, *further))
 
 
 def _with(space: UnitSpace, model: nn.Module, flipped: Collection[Place]) -> UnitSpace:
@@ -154,7 +157,7 @@ def _whole_numbers(module: nn.Module) -> Iterator[tuple[str, int]]:
     for name, value in vars(module).items():
         if type(value) is int and name not in POSITIONS:
             yield name, value
-        elif type(value) in (tuple, list) and len(value) <= LONGEST_TUPLE:
+        elif type(value) in (tuple, list) and len(value) <= LONGEST_TUPLE and not KEPT_HEADS.fullmatch(name):
             yield from ((f"{name}[{n}]", entry) for n, entry in enumerate(value) if type(entry) is int)
     config = vars(module).get("config")
     if config is not None and not isinstance(config, (dict, nn.Module)) and hasattr(config, "__dict__"):
@@ -230,3 +233,16 @@ def _narrowed(space: UnitSpace) -> list[tuple[Count, ...]]:
         tuple(Count(path, attribute, owner) for path, owner in places.items())
         for attribute in (HEADS_WIDTHS if places else ())
     ]
+
+
+def _given_for_heads(space: UnitSpace, model: nn.Module) -> Iterator[Count]:
+    """The heads of an argument of the module around a space, for each argument and dimension that may have
+    numbers for every head. The first argument is what the heads read.
+    """
+    path = _around(space)
+    if space.kind != "head" or not path:
+        return
+    owners = [count.owner for count in space.counts if "head" in count.attribute]
+    owner = max(owners, key=len, default=np.arange(space.size))
+    for name in arguments_of(type(model.get_submodule(path)))[1:]:
+        yield from (Count(path, f"kept_heads_of_{name}_{dim}", owner) for dim in (0, 1))

@@ -16,8 +16,10 @@ from fairpruner.models.torch_private import AnyConvolution
 APART = 16 * 61
 
 
-def lively_weights(model: nn.Module, dtype: torch.dtype | None, *, draw: int = 0) -> Change:
-    """Random tensors for a whole model; each draw gives others.
+def lively_weights(
+    model: nn.Module, dtype: torch.dtype | None, *, draw: int = 0, own_buffers: bool = False
+) -> Change:
+    """Random tensors for a whole model; each draw gives others. If asked for, buffers stay near their values.
 
     Matrices of the same fan-in are windows into one pool, so together they take the memory of the largest.
     The matrices of a stack of experts are windows of their own, which overlap.
@@ -36,6 +38,7 @@ def lively_weights(model: nn.Module, dtype: torch.dtype | None, *, draw: int = 0
         name: (max(p.shape[1:]) if name in stacks else p[0].numel(), p.dtype, p.device)
         for name, p in matrices.items()
     }
+    buffers = {name for name, _ in model.named_buffers()}
     starts = {name: APART * number for number, name in enumerate(matrices)}
     lengths: dict[tuple[int, torch.dtype, torch.device], int] = {}
     for name, kind in kinds.items():
@@ -52,6 +55,9 @@ def lively_weights(model: nn.Module, dtype: torch.dtype | None, *, draw: int = 0
     }
 
     def weights(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if own_buffers and name in buffers and tensor.is_floating_point() and not tensor.is_meta:
+            near = 0.75 + lively(name, tensor, dtype).abs().clamp_max(1) / 2
+            return tensor.to(near.dtype) * near
         if name not in matrices:
             return lively(f"{name} {draw}" if draw else name, tensor, dtype)
         pool = pools[kinds[name]].narrow(0, starts[name], _span(tensor, name in stacks))

@@ -146,9 +146,8 @@ class Algebra:
                 [self.roots(idmap).ravel() for s in operands if not s.weight for idmap in s.maps]
             )
             own = [idmap for idmap in maps if np.isin(self.roots(idmap), active[active != NONE]).any()]
-            own = [idmap for idmap in own if any(extent(idmap))] or own
             self._apart += [(own, idmap, what) for idmap in maps if not any(idmap is kept for kept in own)]
-            maps = own
+            maps = [idmap for idmap in own if any(extent(idmap))] or own
         return Shadow(tuple(maps))
 
     def settle_rest(self) -> None:

@@ -1,13 +1,18 @@
-"""Fewer heads in attention code that takes the width of its heads from the width of its input.
+"""Fewer heads in attention code that takes the width or the number of its heads from its inputs.
 
-Such code reads `B, N, C = x.shape` and later reshapes what its heads return to `(B, N, C)`. With fewer heads
+Some code reads `B, N, C = x.shape` and later reshapes what its heads return to `(B, N, C)`. With fewer heads
 that is too wide. After a cut, the module keeps its code and gets a class in which `x.shape` gives the width
 of the heads that are left.
+
+Other code is given a number for every head, such as ALiBi's slopes, which the model computes once for all
+layers. There the class selects the heads that are left from this argument.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +24,9 @@ from fairpruner.models.torch_calls import TorchCalls
 # The attribute that holds the width of all heads together after a cut -> the dimension of the module's input
 # that its code takes this width from.
 HEADS_WIDTHS = {"heads_width": -1, "heads_channels": 1}
+# The attribute with the heads that are left names the argument that has numbers for all heads, and the
+# dimension that these lie along. Its value is the number of all heads, followed by the heads that are left.
+KEPT_HEADS = re.compile(r"kept_heads_of_(\w+)_(\d)")
 _SIZES = (Tensor.shape.__get__, Tensor.size)  # type: ignore[attr-defined]  # a property of the C++ class
 _RESHAPES = (Tensor.reshape, Tensor.view, torch.reshape)
 
@@ -29,7 +37,10 @@ class NarrowHeads(nn.Module):
     input_width: int
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
-        name, dim = next(item for item in HEADS_WIDTHS.items() if item[0] in vars(self))
+        inputs, options = self._of_kept_heads(inputs, options)
+        name, dim = next((item for item in HEADS_WIDTHS.items() if item[0] in vars(self)), ("", 0))
+        if not name:
+            return super().forward(*inputs, **options)
         wide = [
             t
             for t in (*inputs, *options.values())
@@ -37,6 +48,21 @@ class NarrowHeads(nn.Module):
         ]
         with _PretendedWidth(wide, dim, self.input_width, getattr(self, name)):
             return super().forward(*inputs, **options)
+
+    def _of_kept_heads(self, inputs: Any, options: Any) -> tuple[Any, Any]:
+        """The arguments of a call, with the numbers of the kept heads where there were some for all heads."""
+        found = [(name, match) for name in vars(self) if (match := KEPT_HEADS.fullmatch(name))]
+        if not found:
+            return inputs, options
+        given = inspect.signature(super().forward).bind(*inputs, **options)
+        for name, match in found:
+            heads, kept = getattr(self, name)[0], getattr(self, name)[1:]
+            numbers, dim = given.arguments.get(match[1]), int(match[2])
+            if isinstance(numbers, Tensor) and dim < numbers.ndim and numbers.shape[dim] > 1:
+                apart = numbers.unflatten(dim, (-1, heads))  # several samples may lie along this dimension
+                chosen = apart.index_select(dim + 1, torch.tensor(kept, device=numbers.device))
+                given.arguments[match[1]] = chosen.flatten(dim, dim + 1)
+        return given.args, given.kwargs
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Classes made while a program runs cannot be pickled by name."""
@@ -100,6 +126,16 @@ def narrow_class(cls: type[nn.Module]) -> type[nn.Module]:
     if cls not in _CLASSES:
         _CLASSES[cls] = type(f"Narrow{cls.__name__}", (NarrowHeads, cls), {"__module__": cls.__module__})
     return _CLASSES[cls]
+
+
+def arguments_of(cls: type[nn.Module]) -> list[str]:
+    """The names of the arguments of a module's code, also if the module has fewer heads.
+
+    >>> arguments_of(nn.Linear), arguments_of(narrow_class(nn.Linear))
+    (['input'], ['input'])
+    """
+    code: Any = cls.__mro__[2] if issubclass(cls, NarrowHeads) else cls
+    return list(inspect.signature(code.forward).parameters)[1:]
 
 
 def _rebuilt(cls: type[nn.Module], state: dict[str, Any]) -> nn.Module:

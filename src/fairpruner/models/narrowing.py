@@ -96,7 +96,7 @@ def _set_counts(small: nn.Module, spaces: Iterable[UnitSpace], removed: Mapping[
             gone.setdefault((count.module, count.attribute), []).append(_gone(count.owner, space, units))
     for (path, attribute), masks in gone.items():
         kept = ~np.logical_or.reduce(masks)
-        set_count(small.get_submodule(path), attribute, int(kept.sum()), before=kept.size)
+        set_count(small.get_submodule(path), attribute, np.flatnonzero(kept).tolist(), before=kept.size)
 
 
 def _shorten(modules: nn.ModuleList, kept: Ints) -> None:
