@@ -46,11 +46,11 @@ class WorkFolder:
 
     @property
     def used(self) -> int:
-        """The bytes that lie here from before."""
+        """The bytes that an earlier call left here."""
         return sum(file.stat().st_size for file in self._own.rglob("*") if file.is_file())
 
     def check_room(self, needed: int) -> str:
-        """A sentence that says how many bytes are needed and free; an error if they are not free."""
+        """A sentence with the bytes that are needed and free; an error if too few are free."""
         free = shutil.disk_usage(self._own).free + self.used
         found = f"{needed / GIGABYTE:.2f} GB in {self.root}, where {free / GIGABYTE:.2f} GB are free"
         if needed > free:
@@ -71,14 +71,14 @@ class WorkFolder:
         place, part = self._own / stage, self._own / f"{stage}.part"
 
         def write(key: int | str, values: np.ndarray) -> None:
-            with self._told(stage), (part / f"{key}.npy").open("wb") as file:
+            with self._reporting(stage), (part / f"{key}.npy").open("wb") as file:
                 np.lib.format.write_array(file, np.ascontiguousarray(values), allow_pickle=False)
 
-        with self._told(stage):
+        with self._reporting(stage):
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir()
         yield write
-        with self._told(stage):
+        with self._reporting(stage):
             shutil.rmtree(place, ignore_errors=True)
             part.rename(place)
 
@@ -109,7 +109,7 @@ class WorkFolder:
                 self.root.rmdir()
 
     @contextmanager
-    def _told(self, stage: str) -> Iterator[None]:
+    def _reporting(self, stage: str) -> Iterator[None]:
         try:
             yield
         except OSError as error:

@@ -53,7 +53,7 @@ def _joined(parts: Sequence[UnitSpace]) -> UnitSpace:
     slices: dict[tuple[str, int], Slice] = {}
     for part in (s for space in parts for s in space.slices):
         known = slices.get((part.tensor, part.dim))
-        # Parts own different indices, and say -1 elsewhere.
+        # Parts own different indices; elsewhere they have -1.
         owner = part.owner if known is None else np.maximum(known.owner, part.owner)
         slices[part.tensor, part.dim] = Slice(part.tensor, part.dim, owner, part.role)
     counts: dict[tuple[str, str], Count] = {}

@@ -21,7 +21,7 @@ def check_nearby(check: Check, spaces: Sequence[UnitSpace]) -> Check:
     """A check in the innermost module that holds all slices and counts of some spaces, called as a pass of
     the whole model calls it. It is the check of the whole model if there is no such module.
 
-    It finds what cannot work. What works there is still to be checked in the whole model.
+    A failure there is final. What passes there must still be checked in the whole model.
     """
     path = _around(spaces)
     for example in check.examples if path and _is_small(check.model, path) else ():

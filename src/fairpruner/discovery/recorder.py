@@ -120,7 +120,8 @@ class Recorder:
 
     def heads_share(self, ids: Ints, width: int) -> bool:
         """Whether a weight that reads `width` numbers at a time reads whole heads one after the other, rather
-        than the same position of several groups. Known for the modules that were told; others are remembered.
+        than the same position of several groups. It is known for the modules that were given at the start;
+        others are recorded as suspects.
         """
         ids = ids[ids != NONE]
         if not ids.size or not (self.ids.axis_sizes(ids) > width).all():

@@ -75,6 +75,6 @@ class _Uses(TorchDispatchMode):
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    """What tells a tensor from others: the address of its numbers, or of the tensor if it has none."""
+    """What identifies a tensor: the address of its numbers, or its id if it has none."""
     plain = type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and tensor.layout is torch.strided
     return tensor.data_ptr() if plain and tensor.numel() and not tensor.is_meta else id(tensor)

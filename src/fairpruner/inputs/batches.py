@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fairpruner.errors import FairprunerError
 from fairpruner.inputs.tokens import IGNORED, own_labels, targets_of
 from fairpruner.models.calling import call, describe, tensors_of
-from fairpruner.models.layer_stack import LayerCall
+from fairpruner.models.layer_calls import LayerCall
 
 BOXES = ("img", "batch_idx", "cls", "bboxes")  # the keys of a batch of Ultralytics
 LABEL_KEYS = ("labels", "label", "y", "target", "targets", "cls")  # cls: as webdataset names files

@@ -14,7 +14,8 @@ from fairpruner.errors import FairprunerError
 from fairpruner.inputs.checkpoint_tensors import CheckpointTensors, check_is_plain
 from fairpruner.inputs.hugging_face import architecture, is_causal, is_source, place_of
 from fairpruner.inputs.shard_index import check_indexes, shard_files
-from fairpruner.models.layer_stack import LayerModel, Shell, passing_on, path_of_layers, with_stubs
+from fairpruner.models.layer_calls import LayerModel
+from fairpruner.models.layer_stack import Shell, passing_on, path_of_layers, with_stubs
 from fairpruner.models.randomness import random_state_kept
 from fairpruner.models.transformers_private import compute_buffers
 from fairpruner.terminal.progress import announce
@@ -29,13 +30,13 @@ class Streamed:
     `discover`, `score`, `save` and `perplexity` take it in place of a model. `work` is the folder for what
     they keep on disk meanwhile; it must be on a disk with room, and is removed at the end. A call that was
     killed continues where it was if it finds its work folder; without `work`, it begins again.
-    Weights of any precision are computed with in float32.
+    All computations are in float32, whatever the precision of the weights.
     """
 
     def __init__(
         self, source: str, *, work: str | Path | None = None, say: Callable[[str], None] = announce
     ) -> None:
-        """Open "hf:folder"; `say` is told in one sentence how much disk a call is going to take."""
+        """Open "hf:folder"; `say` gets one sentence about the disk that a call needs."""
         place = Path(place_of(source))
         if not is_source(source) or not place.is_dir():
             raise FairprunerError(

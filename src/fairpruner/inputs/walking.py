@@ -17,7 +17,7 @@ from fairpruner.errors import FairprunerError
 from fairpruner.inputs.batches import Batch, forward
 from fairpruner.inputs.streamed import ORIGINAL, Streamed
 from fairpruner.models.calling import describe, in_eval_mode, tensors_of
-from fairpruner.models.layer_stack import CALLS, LayerCall, LayerModel, SharedTensors
+from fairpruner.models.layer_calls import CALLS, LayerCall, LayerModel, SharedTensors
 from fairpruner.models.randomness import random_state_kept
 from fairpruner.terminal.progress import batch_bar
 

@@ -2,14 +2,13 @@
 
 The layers are the modules of one list. They run one after the other, and each passes a stream on to the next.
 Everything else that a layer is called with, such as masks and positions, must not depend on the stream.
-Whether a model is of this form is seen by running it with stubs in place of its layers.
+To see whether a model has this form, it is run with stubs in place of its layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,64 +17,10 @@ from torch import Tensor, nn
 from fairpruner.errors import FairprunerError
 from fairpruner.models.calling import call, describe, tensors_of
 from fairpruner.models.copying import deep_copy
+from fairpruner.models.layer_calls import LayerCall
 from fairpruner.models.torch_private import replaced_children
 
-CALLS = "layer_calls"  # the argument of a `LayerModel`: role -> `LayerCall`
-COMPARED = 8  # tensors of one shape that a new one may equal
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
-
-
-@dataclass(frozen=True, eq=False)
-class LayerCall:
-    """What one layer is called with: the stream [N, T, H], and everything else."""
-
-    stream: Tensor
-    place: int | str  # of the stream among the arguments: a position or a name
-    args: tuple[Any, ...] = ()  # with None at the stream's position
-    kwargs: Mapping[str, Any] = field(default_factory=dict)  # without the stream
-
-    @staticmethod
-    def of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LayerCall:
-        """The call with these arguments; its stream is the first tensor among them."""
-        for position, value in enumerate(args):
-            if isinstance(value, Tensor):
-                rest = (*args[:position], None, *args[position + 1 :])
-                return LayerCall(value, position, rest, dict(kwargs))
-        for name, value in kwargs.items():
-            if isinstance(value, Tensor):
-                return LayerCall(value, name, args, {k: v for k, v in kwargs.items() if k != name})
-        raise FairprunerError(f"A layer was called with {describe((args, dict(kwargs)))}, expected a stream.")
-
-    def mapped(self, change: Callable[[Tensor], Tensor]) -> LayerCall:
-        """The call with every tensor changed that has a dimension for texts."""
-
-        def changed(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                return change(value) if value.ndim > 1 else value
-            if isinstance(value, Mapping):
-                return {key: changed(item) for key, item in value.items()}
-            if isinstance(value, (tuple, list)):
-                return type(value)(map(changed, value))
-            return value
-
-        return LayerCall(change(self.stream), self.place, changed(self.args), changed(self.kwargs))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> LayerCall:
-        """A call whose stream a layer may overwrite."""
-        stream = self.stream.detach().clone().requires_grad_(self.stream.requires_grad)
-        return replace(self, stream=stream)
-
-    def run(self, layer: nn.Module) -> Tensor:
-        """The stream that the layer passes on."""
-        if isinstance(self.place, int):
-            args = (*self.args[: self.place], self.stream, *self.args[self.place + 1 :])
-            return _stream_of(layer(*args, **self.kwargs))
-        return _stream_of(layer(*self.args, **{**self.kwargs, self.place: self.stream}))
-
-
-def _stream_of(output: Any) -> Tensor:
-    found: Tensor = output[0] if isinstance(output, (tuple, list)) else output
-    return found
 
 
 def path_of_layers(model: nn.Module) -> str:
@@ -104,15 +49,15 @@ def refused(model: nn.Module, reason: str) -> FairprunerError:
 
 
 class _Reached(BaseException):
-    """Ends a forward pass at the last layer; no Exception, so that no handler on the way catches it."""
+    """Ends a forward pass at the last layer. It is no Exception, so that the model does not catch it."""
 
 
 class _Stub(nn.Module):
-    """Stands for a layer: hands over what it is called with."""
+    """Takes the place of a layer, and hands over what it is called with."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        # Models ask their layers for such facts, for example for the kind of attention.
+        # Models read such attributes of their layers, for example the kind of attention.
         facts = {k: v for k, v in vars(layer).items() if isinstance(v, PLAIN) and k not in vars(self)}
         self.__dict__.update(facts)
         self.hand_over: Callable[[LayerCall], Any] | None = None
@@ -135,7 +80,7 @@ def with_stubs(model: nn.Module, path: str) -> nn.Module:
 
 @contextmanager
 def passing_on(model: nn.Module, path: str, number: int, *, tuples: bool) -> Iterator[None]:
-    """Inside, all layers of a model but one pass their stream on."""
+    """Inside, all layers of a model except one return their stream unchanged."""
 
     def stub(position: int, layer: nn.Module) -> nn.Module:
         if position == number:
@@ -202,7 +147,7 @@ class Shell:
             self._last = None
 
     def check(self, inputs: Mapping[str, Any]) -> int:
-        """The width of the stream; a model is refused unless its layers pass on the stream alone."""
+        """The width of the stream. A model is refused if its layers exchange more than the stream."""
         for self.tuples in (False, True):
             with torch.no_grad():
                 try:
@@ -252,60 +197,3 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
         return all(map(_is_plain, value))
     return isinstance(value, (Tensor, *PLAIN))
-
-
-class LayerModel(nn.Module):
-    """One layer of a model as a model: its tensors have the names that they have in the whole model.
-
-    It is called with `layer_calls`, of which it takes the one of its role, and with the whole model's inputs,
-    which it ignores.
-    """
-
-    def __init__(self, path: str, layer: nn.Module, role: str) -> None:
-        super().__init__()
-        self.role = role
-        self.entered: Tensor | None = None  # the stream that the last call read
-        *above, name = path.split(".")
-        holder: nn.Module = self
-        for part in above:
-            holder.add_module(part, nn.Module())
-            holder = holder.get_submodule(part)
-        holder.add_module(name, layer)
-        self._path = path
-
-    @property
-    def layer(self) -> nn.Module:
-        return self.get_submodule(self._path)
-
-    def forward(self, layer_calls: Mapping[str, LayerCall], **inputs: Any) -> Tensor:
-        given = layer_calls[self.role]
-        self.entered = given.stream
-        return given.run(self.layer)
-
-
-class SharedTensors:
-    """Calls of many batches, of which equal masks and positions are held once."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[Any, ...], list[Tensor]] = {}
-
-    def without_streams(self, calls: Sequence[LayerCall]) -> list[LayerCall]:
-        """The calls with an empty stream, and with tensors that are shared with calls before."""
-        return [
-            replace(c, stream=c.stream.new_empty(0), args=self._shared(c.args), kwargs=self._shared(c.kwargs))
-            for c in calls
-        ]
-
-    def _shared(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            known = self._known.setdefault((value.dtype, value.shape), [])
-            for tensor in known[-COMPARED:]:
-                if tensor is value or torch.equal(tensor, value):
-                    return tensor
-            known.append(value)
-            return value
-        if isinstance(value, Mapping):
-            return {key: self._shared(item) for key, item in value.items()}
-        if isinstance(value, (tuple, list)):
-            return type(value)(map(self._shared, value))
-        return value

@@ -19,7 +19,7 @@ FEWER_ROWS = "it is applied to each unit of a space separately, and some of them
 
 
 @dataclass(frozen=True, eq=False)
-class Target:
+class RefitTarget:
     """The original's values in chosen rows of one weight's output, or of the sum that it is added into."""
 
     rows: Rows
@@ -105,7 +105,7 @@ class RefitGroup:
         self._room = MOST_NUMBERS
 
     def refit_of(
-        self, product: Product, small: Mapping[str, Tensor], use: WeightUse, target: Target
+        self, product: Product, small: Mapping[str, Tensor], use: WeightUse, target: RefitTarget
     ) -> Refit | None:
         """The refit of the weight that is called now; None if it is not refitted in this sweep."""
         if not self.complete and product.name not in self.refits:

@@ -40,7 +40,7 @@ from fairpruner.repair.interceptor import Interceptor
 from fairpruner.repair.job import Job
 from fairpruner.repair.notes import ROUTED, UNSEEN, USED_ELSEWHERE, Note
 from fairpruner.repair.products import Product, Rows
-from fairpruner.repair.refits import Refit, RefitGroup, Target
+from fairpruner.repair.refits import Refit, RefitGroup, RefitTarget
 from fairpruner.repair.tensors import KeptByDim, kept_by_dim, tensors_by_name
 from fairpruner.repair.weight_uses import WeightUse, channel_scale, find_weight_uses
 
@@ -177,7 +177,7 @@ class _OriginalPass(Interceptor):
         self._generator = torch.Generator().manual_seed(batch.position)
         self._rows: dict[tuple[int, torch.device], tuple[Tensor, Rows]] = {}  # by the number of all rows
         self._arriving: dict[int, tuple[Product, Rows]] = {}  # by the number of the addition
-        self.targets: dict[str, Target] = {}
+        self.targets: dict[str, RefitTarget] = {}
 
     def product(self, product: Product) -> Tensor:
         out = product.run()
@@ -215,7 +215,7 @@ class _OriginalPass(Interceptor):
 
     def _take(self, product: Product, rows: Rows, values: Tensor) -> None:
         keep = product.kept_outputs(self._kept).to(values.device)
-        self.targets[product.name] = Target(rows, values[:, keep], product.places)
+        self.targets[product.name] = RefitTarget(rows, values[:, keep], product.places)
 
 
 @dataclass(frozen=True, eq=False)
@@ -245,7 +245,7 @@ class _CutPass(Interceptor):
         self,
         small: nn.Module,
         uses: Mapping[str, WeightUse],
-        targets: Mapping[str, Target],
+        targets: Mapping[str, RefitTarget],
         group: RefitGroup,
         solve: _Solve,
     ) -> None:

@@ -28,7 +28,7 @@ from fairpruner.inputs.losses import mean_loss
 from fairpruner.inputs.streamed import ORIGINAL, Streamed
 from fairpruner.inputs.walking import Walk, stage, walking
 from fairpruner.models.calling import in_eval_mode
-from fairpruner.models.layer_stack import LayerModel
+from fairpruner.models.layer_calls import LayerModel
 from fairpruner.models.narrowing import cut_units
 from fairpruner.repair.job import Job, compared, would_raise_loss
 from fairpruner.repair.methods import METHODS

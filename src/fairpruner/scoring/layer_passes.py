@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fairpruner.inputs.streamed import ORIGINAL
 from fairpruner.inputs.walking import stage
-from fairpruner.models.layer_stack import LayerModel
+from fairpruner.models.layer_calls import LayerModel
 from fairpruner.models.routing import watching_experts
 from fairpruner.scoring.demand import Demand, Watched
 from fairpruner.scoring.gradients import gradients_of

@@ -20,7 +20,7 @@ from fairpruner.inputs.batches import Batch, forward
 from fairpruner.inputs.streamed import ORIGINAL
 from fairpruner.inputs.walking import Walk, stage
 from fairpruner.models.calling import in_eval_mode
-from fairpruner.models.layer_stack import CALLS, LayerModel
+from fairpruner.models.layer_calls import CALLS, LayerModel
 from fairpruner.scoring.calibration import Calibration
 from fairpruner.scoring.gradients import only_gradients_of
 from fairpruner.scoring.layer_results import RESULT, Selections, keep_results
@@ -30,7 +30,7 @@ from fairpruner.scoring.processes import Processes
 from fairpruner.scoring.running import asking_again, results_of, start_signals
 from fairpruner.scoring.signals.base import Context
 
-FEW = 0  # the place of the two samples that are looked at first, before all batches
+FEW = 0  # the index of the batch of two samples that `look` runs first
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,7 +136,7 @@ class LayerSignals:
     def backward(self, index: int, slope: Tensor) -> Tensor:
         """Show one batch to the signals on the way back: the gradient of the loss for what the layer reads.
 
-        `slope` is the gradient for what it returns. Nothing is returned if no layer below needs it.
+        `slope` is the gradient for what it returns. The result is empty if no layer below needs it.
         """
         batch, passed = self._batch(index), self._objective.passed
         passed.slope, passed.below = slope, None
