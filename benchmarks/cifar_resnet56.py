@@ -1,31 +1,25 @@
 """Accuracy of pruned CIFAR-10 ResNets without training, for each removal signal and rule, plain and repaired.
 
-    python benchmarks/cifar_resnet56.py             # measures what the results do not contain yet
-    python benchmarks/cifar_resnet56.py --again     # measures everything again, about an hour on one core
-    python benchmarks/cifar_resnet56.py --table     # only writes the tables of docs/repair.md
-
-Real weights and images (--shared), 2,000 calibration images of the training set, all 10,000 test images,
-one thread. Only the channels inside blocks are pruned; the residual stream keeps its width. Times are CPU
-times, as multiples of one forward pass of the original over the calibration images.
+Real weights, 2,000 calibration images of the training set, all 10,000 test images. Only the channels inside
+blocks are pruned; the residual stream keeps its width. Times are processor times, as multiples of one forward
+pass of the original over the calibration images.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
-import warnings
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pages
+import runs
 import torch
 from cifar_models import cifar10, resnet, some, top1
 
 import fairpruner as fp
 
-RESULTS = Path(__file__).parent / "results" / "cifar_resnet56.json"
 SIGNALS = ("wasserstein", "l1", "fpgm", "reconstruction", "random")
 RULES = ("uniform", "tod", "global")
 BOTH = ("plain", "sequential")
@@ -47,7 +41,7 @@ class Run(NamedTuple):
     repair: str
 
 
-def runs() -> Iterator[Run]:
+def _all_runs() -> Iterator[Run]:
     """Everything to measure, the most telling first; what comes twice is measured once."""
     yield from (Run(56, 0.5, "tod", "wasserstein", repair) for repair in METHODS)
     yield from (
@@ -78,12 +72,30 @@ def runs() -> Iterator[Run]:
     )
 
 
+def cases(quick: bool) -> Iterator[dict[str, Any]]:
+    if quick:
+        chosen = [Run(20, 0.5, "tod", "l1", repair) for repair in BOTH]
+        yield from ({**run._asdict(), "calibration": 200} for run in chosen)
+    else:
+        yield from (run._asdict() for run in dict.fromkeys(_all_runs()))
+
+
+def measure(case: dict[str, Any], shared: Path) -> dict[str, Any]:
+    bench = _bench(case["depth"], case.get("calibration", CALIBRATION), shared)
+    return bench.measure(Run(*(case[field] for field in Run._fields)))
+
+
+@cache
+def _bench(depth: int, calibration: int, shared: Path) -> Bench:
+    return Bench(depth, calibration, shared)
+
+
 class Bench:
     """One model, scored once, ready to be pruned in every way."""
 
-    def __init__(self, depth: int, shared: Path) -> None:
+    def __init__(self, depth: int, calibration: int, shared: Path) -> None:
         self.model, self.test = resnet(depth, shared), cifar10("test", shared)
-        self.data = some(cifar10("train10k", shared), CALIBRATION)
+        self.data = some(cifar10("train10k", shared), calibration)
         self.forward = _seconds(lambda: [self.model(x) for x, _ in self.data])
         spaces = fp.discover(self.model, self.data[0][0][:1], skip=["conv1"])
         self.scores = fp.score(self.model, self.data, spaces=spaces, removal=SIGNALS)
@@ -98,7 +110,6 @@ class Bench:
             small = fp.repair(small, self.model, plan, self.data, method=run.repair.split("+"))
             seconds = time.process_time() - start
         return {
-            **run._asdict(),
             "top1": round(top1(small, self.test), 2),
             "baseline": round(self.top1, 2),
             "flops_kept": round(plan.share("flops"), 4),
@@ -115,36 +126,9 @@ def _seconds(action: Any) -> float:
         return time.process_time() - start
 
 
-def measure_all(shared: Path, again: bool) -> None:
-    rows: list[dict[str, Any]] = (
-        [] if again or not RESULTS.exists() else json.loads(RESULTS.read_text())["rows"]
-    )
-    done = {Run(*(row[field] for field in Run._fields)) for row in rows}
-    benches: dict[int, Bench] = {}
-    for run in runs():
-        if run in done:
-            continue
-        done.add(run)
-        if run.depth not in benches:
-            benches[run.depth] = Bench(run.depth, shared)
-        rows.append(benches[run.depth].measure(run))
-        print(rows[-1], flush=True)
-        RESULTS.parent.mkdir(exist_ok=True)
-        text = json.dumps(
-            {
-                "command": "python benchmarks/cifar_resnet56.py",
-                "threads": 1,
-                "calibration": CALIBRATION,
-                "rows": rows,
-            },
-            indent=1,
-        )
-        RESULTS.write_text(text + "\n")
-
-
 def page() -> str:
     """The results as Markdown."""
-    rows = json.loads(RESULTS.read_text())["rows"]
+    rows = runs.stored("cifar_resnet56")
     found = {Run(*(row[field] for field in Run._fields)): row for row in rows}
     baseline = {row["depth"]: row["baseline"] for row in rows}
 
@@ -198,24 +182,3 @@ def page() -> str:
             f"After `sequential` repair, ToD minus uniform on ResNet-56: {compared}.",
         )
     )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--shared", type=Path, default=Path("../shared"))
-    parser.add_argument("--again", action="store_true", help="measure all rows anew")
-    parser.add_argument(
-        "--table", action="store_true", help="put the tables into docs/repair.md, measure nothing"
-    )
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", category=DeprecationWarning)  # torch.jit
-    if not options.table:
-        measure_all(options.shared, options.again)
-    pages.fill("cifar_resnet56", page())
-
-
-if __name__ == "__main__":
-    main()
