@@ -187,14 +187,14 @@ def test_what_cannot_be_streamed_is_refused_in_one_sentence(tmp_path: Path) -> N
     model = saved_model("llama", tmp_path / "whole")
     streamed = Streamed(f"hf:{tmp_path / 'whole'}", work=tmp_path / "work")
     spaces = fp.discover(model, token_batches()[0])
-    with pytest.raises(fp.FairprunerError, match="once for each unit cannot be had with --stream"):
+    with pytest.raises(fp.FairprunerError, match="once for each unit cannot be computed with --stream"):
         fp.score(streamed, token_batches(), spaces=spaces, protection="deletion")
     with pytest.raises(fp.FairprunerError, match="expected a dict with input_ids"):
         fp.score(streamed, [batch["input_ids"] for batch in token_batches()], spaces=spaces)
     wide = fp.discover(model, token_batches()[0], kinds=["stream"])
     with pytest.raises(fp.FairprunerError, match="lies in several layers"):
         fp.score(streamed, token_batches(), spaces=wide)
-    with pytest.raises(fp.FairprunerError, match="no folder of Hugging Face"):
+    with pytest.raises(fp.FairprunerError, match="not the folder of a Hugging Face model"):
         Streamed("hf:nowhere")
     bert = transformers.BertForMaskedLM(
         transformers.BertConfig(
@@ -202,7 +202,7 @@ def test_what_cannot_be_streamed_is_refused_in_one_sentence(tmp_path: Path) -> N
         )
     )
     bert.save_pretrained(tmp_path / "bert")
-    with pytest.raises(fp.FairprunerError, match="no causal language model"):
+    with pytest.raises(fp.FairprunerError, match="not a causal language model"):
         Streamed(f"hf:{tmp_path / 'bert'}")
 
 

@@ -40,7 +40,8 @@ class Streamed:
         place = Path(place_of(source))
         if not is_source(source) or not place.is_dir():
             raise FairprunerError(
-                f"{source} is no folder of Hugging Face: a model is read layer by layer from hf:FOLDER."
+                f"{source} is not the folder of a Hugging Face model: give hf:FOLDER, which is read layer by"
+                " layer."
             )
         check_indexes(place)
         self.source, self.place, self.say = source, place, say
@@ -51,7 +52,8 @@ class Streamed:
             compute_buffers(self.model)
         if not is_causal(self.model):
             raise FairprunerError(
-                f"{type(self.model).__name__} is no causal language model: load it, and leave out --stream."
+                f"{type(self.model).__name__} is not a causal language model: load it, and leave out"
+                " --stream."
             )
         check_is_plain(self.model, place)
         kept = getattr(self.model.config, "dtype", None)

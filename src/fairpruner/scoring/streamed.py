@@ -66,7 +66,7 @@ def score_streamed(
     for need, reason in REFUSED.items():
         if demand.any_of(need):
             raise FairprunerError(
-                f"A signal that {reason} cannot be had with --stream: choose another signal."
+                f"A signal that {reason} cannot be computed with --stream: choose another signal."
             )
     halved = list(in_halves(processes.share(batches))) if demand.needs_data else []
     walked = [first.rows(0, LOOKED_AT), *(batch for _, batch in halved)]
