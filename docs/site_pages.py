@@ -1,7 +1,8 @@
 """Pages of the site that are made from other files, and formulas as MathML. mkdocs calls the `on_` functions.
 
-The README, the changelog, CONTRIBUTING.md, the examples and the list of benchmarks are read from where they
-are, so that nothing is written twice. Browsers draw MathML themselves: the site loads no remote script.
+The README, the changelog, CONTRIBUTING.md, SECURITY.md, the examples and the list of benchmarks are read from
+where they are, so that nothing is written twice. Browsers draw MathML themselves: the site loads no remote
+script.
 """
 
 from __future__ import annotations
@@ -20,7 +21,12 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import pages  # noqa: E402
 
-PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+PAGES = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "SECURITY.md": "security.md",
+}
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 
 
