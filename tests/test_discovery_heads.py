@@ -238,3 +238,84 @@ def test_parts_of_one_size_that_an_attribute_holds_are_coupled() -> None:
     assert [(space.name, space.size) for space in spaces] == [("enter", 6)]
     small = check_cut(model, example, spaces, {"enter": (1, 4)})
     assert small.c == 4
+
+
+class SlopeForEachHead(nn.Module):
+    """Attention with ALiBi: the model computes a number for each head, and gives them to every layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 4
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, scale: float, slopes: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, 4)).permute(2, 0, 3, 1, 4).flatten(1, 2)
+        return self.out(
+            ((scale * q @ k.mT + slopes).softmax(-1) @ v)
+            .unflatten(0, (batch, self.num_heads))
+            .transpose(1, 2)
+            .reshape(batch, length, 4 * self.num_heads)
+        )
+
+
+class Sloped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(6, 16), nn.Linear(16, 3)
+        self.layers = nn.ModuleList(SlopeForEachHead() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        slopes = torch.linspace(0.1, 2, 4, dtype=x.dtype)[:, None, None] * torch.arange(x.shape[1])
+        slopes, x = slopes.repeat(x.shape[0], 1, 1), self.embed(x)  # [batch * heads, 1, length]
+        for layer in self.layers:
+            x = x + nn.functional.layer_norm(layer(x, 0.5, slopes=slopes), (16,))
+        return self.head(x)
+
+
+def test_an_argument_with_a_number_for_every_head_loses_those_of_removed_heads(tmp_path: Path) -> None:
+    model = with_lively_weights(Sloped())
+    spaces = fp.discover(model, TOKENS[:1])
+    heads = [space.name for space in spaces if space.kind == "head"]
+    assert [spaces[name].size for name in heads] == [4, 4]
+    plan = fp.Plan.removing(spaces, {heads[0]: [1], heads[1]: [0, 2]})
+    small = fp.cut(model, plan)
+    for batch, length in ((1, 5), (2, 5), (4, 4), (3, 8)):
+        example = torch.randn(batch, length, 6, dtype=torch.float64)
+        assert difference(fp.mask(model, plan), small, example) < 1e-12
+    fp.save(small, plan, tmp_path / "small")
+    loaded = fp.load(tmp_path / "small", build=lambda: Sloped().double())
+    assert difference(small, loaded, TOKENS) == 0
+    again = fp.discover(small, TOKENS)
+    assert [again[name].size for name in heads] == [3, 2]
+    smaller = check_cut(small, TOKENS, again, {heads[0]: (0,)})
+    both = fp.cut(model, fp.Plan.removing(spaces, {heads[0]: [0, 1], heads[1]: [0, 2]}))
+    assert difference(smaller, both, TOKENS) < 1e-12
+
+
+class HeadsOfTwoKinds(nn.Module):
+    """Five heads of one projection: a convolution mixes the values of each of the first two with a kernel of
+    its own, and another those of the last three.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.sizes = 5, [8, 12]
+        self.qkv, self.proj = nn.Linear(20, 60), nn.Linear(20, 20)
+        self.mix = nn.ModuleList(nn.Conv1d(n, n, 3, padding=1, groups=n) for n in self.sizes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, N, C = x.shape
+        q, k, v = self.qkv(x).reshape(B, N, 3, self.num_heads, C // self.num_heads).permute(2, 0, 3, 1, 4)
+        parts = v.transpose(-1, -2).reshape(B, C, N).split(self.sizes, 1)
+        v = torch.cat([mix(part) for mix, part in zip(self.mix, parts, strict=True)], 1)
+        v = v.reshape(B, self.num_heads, C // self.num_heads, N).transpose(-1, -2)
+        return self.proj(((q @ k.mT).softmax(-1) @ v).transpose(1, 2).reshape(B, N, C))
+
+
+def test_heads_of_one_projection_may_belong_to_several_spaces() -> None:
+    model = nn.Sequential(nn.Linear(6, 20), HeadsOfTwoKinds(), nn.LayerNorm(20), nn.Linear(20, 3))
+    model = with_lively_weights(model)
+    spaces = fp.discover(model, TOKENS)
+    assert [space.size for space in spaces if space.kind == "head"] == [2, 3]
+    check_cut(model, TOKENS, spaces, some_units(spaces, 0.5, 0))

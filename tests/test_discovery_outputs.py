@@ -175,3 +175,41 @@ def test_a_model_that_is_random_in_eval_mode_says_where() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), Noisy())
     with pytest.raises(fp.FairprunerError, match=r"random in eval mode \(bernoulli_ in 2\)"):
         fp.discover(model, torch.randn(2, 3)[:, :3], kinds=["hidden"], skip=["0"])
+
+
+class Detector(nn.Module):
+    """Returns what it finds, and finds nothing with most random weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Conv2d(8, 6, 1), nn.ReLU())
+        self.boxes, self.score = nn.Conv2d(6, 4, 1), nn.Conv2d(6, 1, 1)
+        self.limit = nn.Parameter(torch.tensor(0.5))  # random weights are between 0.5 and 1.5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen = self.features(x)
+        found = self.score(seen).sigmoid().flatten(1)[0] > self.limit
+        return self.boxes(seen).flatten(2)[0].T[found]
+
+
+def test_a_detector_that_finds_nothing_with_some_random_weights_is_checked_with_others() -> None:
+    spaces = fp.discover(Detector(), torch.linspace(-2, 2, 192).view(1, 3, 8, 8))
+    assert {space.name: space.size for space in spaces} == {"features.0": 8, "features.2": 6}
+
+
+class RootOfConstant(nn.Module):
+    """Takes the root of a constant, which random numbers would make negative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("variance", torch.rand(1, 8) + 0.5)
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x) / self.variance.sqrt())
+
+
+def test_a_constant_of_which_the_model_takes_the_root_stays_positive_in_the_check() -> None:
+    spaces = fp.discover(RootOfConstant(), torch.randn(3, 4))
+    assert [(space.name, space.size) for space in spaces] == [("first", 8)]
+    assert "variance" in [part.tensor for part in spaces["first"].slices]
