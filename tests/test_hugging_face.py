@@ -88,7 +88,7 @@ def test_an_example_for_every_kind_of_input() -> None:
         (None, "is not a folder here, and no model of this name can be downloaded from the hub: OSError"),
         (
             {"model_type": "bert", "architectures": ["BertForNothing"]},
-            "is a BertForNothing, which transformers does not have",
+            "is a 'BertForNothing', which is no model of transformers",
         ),
         ({"model_type": "no-such-type"}, "cannot be loaded: "),
         (

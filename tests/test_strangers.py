@@ -793,8 +793,46 @@ def test_odd_parquet_files_are_one_sentence(tmp_path: Path, monkeypatch: pytest.
 # Models
 
 
-@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "experts_implementation"])
-def test_a_configuration_cannot_have_code_fetched(key: str, tmp_path: Path) -> None:
+def setting(path: str, **attributes: Any) -> dict[str, Any]:
+    """A configuration of a pruned model that sets attributes of one module."""
+    return {"pruned": {"tensors": {}, "modules": {path: attributes}}}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attn_implementation": "strangers/kernel:run"}, "code that would be downloaded and run"),
+        ({"_attn_implementation": "strangers/kernel:run"}, "code that would be downloaded and run"),
+        ({"experts_implementation": "strangers/kernel:run"}, "code that would be downloaded and run"),
+        ({"auto_map": {"AutoConfig": "evil.Config"}, "model_type": "evil"}, "cannot be loaded: ValueError"),
+        ({"architectures": ["pipeline"]}, "'pipeline', which is no model of transformers"),
+        ({"architectures": [3]}, "which is no model of transformers"),
+        ({"num_hidden_layers": 10**9}, r"num_hidden_layers .* is 1e\+09, expected at most 10,000"),
+        ({"num_hidden_layers": 2}, "hold 616 numbers, and its configuration needs 1,080"),
+        ({"hidden_size": 10**9}, "hold 616 numbers, and its configuration needs 77,000,000,000"),
+        (setting("model.layers.0", forward=3), "sets forward of a LlamaDecoderLayer to 3"),
+        (setting("model", training=1), "sets training of a LlamaModel to 1"),
+        (setting("model.layers.0.mlp", hidden_size="8"), "sets hidden_size of a LlamaMLP to 8"),
+        (setting("model.layers.0.mlp", **{"config.to_dict": 3}), "sets to_dict of a LlamaConfig to 3"),
+        (
+            {
+                "pruned": {
+                    "tensors": {},
+                    "modules": {},
+                    "removed": [
+                        {"module": "model.layers.0", "by": "input", "argument": 0, "outputs": 10**12}
+                    ],
+                }
+            },
+            "1000000000000 outputs",
+        ),
+    ],
+    ids=str,
+)
+def test_a_configuration_of_a_stranger_is_refused(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    """It can neither have code fetched, nor replace methods, nor ask for more than its files hold."""
     transformers = pytest.importorskip("transformers", minversion="5")
     from fairpruner.inputs.sources import load_model
 
@@ -802,8 +840,23 @@ def test_a_configuration_cannot_have_code_fetched(key: str, tmp_path: Path) -> N
     transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=9, **tiny)).save_pretrained(tmp_path)
     load_model(f"hf:{tmp_path}")
     config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, key: "strangers/kernel:run"}))
-    with pytest.raises(fp.FairprunerError, match=r"code that would be downloaded and run"):
+    (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(fp.FairprunerError, match=message):
+        load_model(f"hf:{tmp_path}")
+
+
+def test_weights_that_are_missing_in_a_folder_are_not_replaced_by_random_ones(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", minversion="5")
+    from safetensors.torch import load_file, save_file
+
+    from fairpruner.inputs.sources import load_model
+
+    tiny = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=9, **tiny)).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["renamed"] = tensors.pop("model.norm.weight")
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(fp.FairprunerError, match=r"1 weights of LlamaForCausalLM are missing .*model.norm"):
         load_model(f"hf:{tmp_path}")
 
 

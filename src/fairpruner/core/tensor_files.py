@@ -34,6 +34,11 @@ class TensorFile:
         self._header = _read_header(file)
         self._start = file.tell()
 
+    def shape(self, name: str) -> list[int]:
+        """The shape of one tensor, which is not read."""
+        shape: list[int] = self._header[name]["shape"]
+        return shape
+
     def read(self, name: str) -> Tensor:
         """One tensor."""
         like = self._mapped.get_tensor(name)  # only for its type and shape; its numbers are not read

@@ -38,7 +38,7 @@ def untraced(
     claimed = {norm.module: norm for space in spaces for norm in space.norms}
     norms = rms_norms(model, examples[0]) if claimed else {}
     for path, norm in claimed.items():
-        if norms.get(path) != norm:
+        if path not in norms or norms[path].to_json() != norm.to_json():
             return f"{path} is no RMSNorm with this epsilon"
     for space in (space for space in spaces if space.kind == "expert"):
         if not any(_are_alike(space, known) for known in experts):

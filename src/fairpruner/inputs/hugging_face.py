@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import sys
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from fairpruner.errors import FairprunerError
+from fairpruner.inputs.declared import check_files_suffice, check_none_missing, check_numbers
 from fairpruner.inputs.pruned_modeling import pruned
 from fairpruner.inputs.shard_index import check_indexes
 from fairpruner.models.counts import accept_counts
@@ -54,18 +56,30 @@ def pretrained(place: str, original: type[nn.Module] | None = None) -> nn.Module
     check_indexes(Path(place))
     with _loading(place):
         config = configuration(place)
-        made = _class(config, place, original).from_pretrained(place, config=config, **_options(place))
+        kind = _class(config, place, original)
+        with torch.device("meta"):
+            check_files_suffice(kind(copy.deepcopy(config)), Path(place))
+        made, found = kind.from_pretrained(place, config=config, output_loading_info=True, **_options(place))
+        check_none_missing(made, found["missing_keys"], place)
         return _plain(made)
 
 
 def configuration(place: str) -> Any:
     """The configuration of a folder or a hub name."""
     with _loading(place):
+        check_numbers(Path(place))
         config = _transformers().AutoConfig.from_pretrained(place, **_options(place))
-    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+    for part in _with_parts(config):
         for name in ("_attn_implementation", "_experts_implementation"):
             _check_implementation(getattr(part, name, None), place)
     return config
+
+
+def _with_parts(config: Any) -> Iterator[Any]:
+    """A configuration, and those of the models inside its model."""
+    yield config
+    for name in getattr(config, "sub_configs", ()):
+        yield from _with_parts(getattr(config, name, None))
 
 
 def _check_implementation(name: Any, place: str) -> None:
@@ -158,14 +172,17 @@ def _flat(values: Any) -> set[str]:
 
 def _class(config: Any, place: str, original: Any = None) -> Any:
     """The class that a configuration names, ready for the sizes of a pruned model."""
-    names = config.architectures or ["AutoModel"]
-    found = original or getattr(_transformers(), names[0], None)
-    if found is None:
+    library = _transformers()
+    if not config.architectures and original is None:
+        with torch.device("meta"):
+            original = type(library.AutoModel.from_config(config))
+    name = str((config.architectures or [""])[0])
+    found = original or getattr(library, name, None)
+    if not isinstance(found, type) or not issubclass(found, library.PreTrainedModel):
         raise FairprunerError(
-            f"{place} is a {names[0]}, which transformers does not have: give build= a function that"
+            f"{place} is a {name[:80]!r}, which is no model of transformers: give build= a function that"
             " builds it."
         )
-    found = found if config.architectures else type(found.from_config(config))
     return pruned(found) if hasattr(config, "pruned") else found
 
 

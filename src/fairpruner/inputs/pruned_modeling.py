@@ -62,4 +62,17 @@ def resize(model: Any, sizes: Any) -> None:
             if holder:  # a number of the module's configuration, which other modules share
                 setattr(module, holder, copy.copy(getattr(module, holder)))
             target = getattr(module, holder) if holder else module
-            setattr(target, name, tuple(value) if isinstance(value, list) else value)
+            fresh = tuple(value) if isinstance(value, list) else value
+            _check_number(target, name, fresh)
+            setattr(target, name, fresh)
+
+
+def _check_number(target: Any, name: str, fresh: Any) -> None:
+    """Refuse to set anything but numbers, or anything that is not a number now, such as a method."""
+    held = vars(target).get(name, None if hasattr(target, name) else fresh)
+    kinds = [{type(n) for n in (v if isinstance(v, (tuple, list)) else (v,))} for v in (held, fresh)]
+    if kinds[0] != kinds[1] or kinds[1] not in ({int}, {float}):
+        raise ValueError(
+            f"config.json sets {name} of a {type(target).__name__} to {str(fresh)[:60]}, expected an"
+            " attribute that holds such a number."
+        )

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+MOST_OUTPUTS = 64
 CACHES = ("past_key_values", "past_key_value")
 
 
@@ -60,6 +61,8 @@ STAND_INS: dict[str, type[Removed]] = {"input": PassesInput, "zeros": ReturnsZer
 
 def remove(module: nn.Module, by: str, argument: int | str, outputs: int) -> None:
     """Turn a module into its stand-in, in place: its tensors and its children are removed."""
+    if not 0 <= outputs <= MOST_OUTPUTS:
+        raise ValueError(f"A removed module has {outputs} outputs, expected at most {MOST_OUTPUTS}.")
     number = next(
         (found for inner in module.modules() if type(found := getattr(inner, "layer_idx", None)) is int), None
     )
