@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -31,6 +33,9 @@ class Slotted:
     def __init__(self, logits: torch.Tensor, feature: torch.Tensor) -> None:
         self.logits, self.feature = logits, feature
 
+    def get(self) -> torch.Tensor:
+        return self.feature
+
 
 class Own:
     def __init__(self, logits: torch.Tensor, feature: torch.Tensor) -> None:
@@ -51,6 +56,11 @@ FORMS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "slots": Slotted,
     "own class": Own,
     "distribution": as_distribution,
+    "queue": lambda logits, feature: (logits, deque([feature])),
+    "keys": lambda logits, feature: (logits, {feature: 1}),
+    "function": lambda logits, feature: (logits, lambda: feature),
+    "method": lambda logits, feature: (logits, Slotted(logits, feature).get),
+    "partial": lambda logits, feature: (logits, partial(print, feature)),
 }
 
 
@@ -97,6 +107,14 @@ def test_an_output_of_whole_numbers_or_of_none_proves_nothing(form: Callable[...
 def test_an_output_of_zeros_proves_nothing() -> None:
     with pytest.raises(fp.FairprunerError, match="output on the example is zero, so a cut cannot be checked"):
         fp.discover(Returning(lambda logits, _: logits * 0), torch.randn(3, 4))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_beside_the_logits_is_compared_part_by_part() -> None:
+    model = Returning(lambda logits, feature: (logits, torch.nested.nested_tensor([feature[0], feature[1]])))
+    spaces = fp.discover(model, torch.randn(3, 4))
+    assert spaces.names == ("one",)
+    assert "no rule" in spaces.left_out["two"]
 
 
 def test_a_sparse_output_is_compared() -> None:

@@ -212,7 +212,9 @@ def cast(example: Any, dtype: torch.dtype | None) -> Any:
 def outputs(model: nn.Module, inputs: Any, visits: Visits) -> list[torch.Tensor]:
     """The tensors that a model in eval mode returns; the modules it runs through join `visits`."""
     with in_eval_mode(model), torch.no_grad(), watching_modules(model, visits):
-        return [t if t.layout is torch.strided else t.to_dense() for t in output_tensors(call(model, inputs))]
+        found = output_tensors(call(model, inputs))
+        parts = [part for t in found for part in (t.unbind() if t.is_nested else (t,))]
+        return [part if part.layout is torch.strided else part.to_dense() for part in parts]
 
 
 def _compare(masked: list[torch.Tensor], small: list[torch.Tensor], tolerance: float) -> str:

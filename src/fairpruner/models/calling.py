@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import inspect
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
+from functools import partial
 from itertools import chain
-from types import FunctionType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -123,15 +126,21 @@ def _output_tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
         return
-    if id(value) in seen or isinstance(value, (type, ModuleType, FunctionType, nn.Module)):
+    if id(value) in seen or isinstance(value, (type, ModuleType, nn.Module)):
         return
     seen.add(id(value))
     if any(base.__name__.endswith("Cache") for base in type(value).__mro__):
         return
     if isinstance(value, Mapping):
-        items = list(value.values())
-    elif isinstance(value, (tuple, list, set, frozenset)):
+        items = [*value.keys(), *value.values()]
+    elif isinstance(value, (tuple, list, set, frozenset, deque)):
         items = list(value)
+    elif isinstance(value, FunctionType):
+        items = list(inspect.getclosurevars(value).nonlocals.values())
+    elif isinstance(value, MethodType):
+        items = [value.__self__]
+    elif isinstance(value, partial):
+        items = [value.func, value.args, value.keywords]
     else:
         items = [getattr(value, name, None) for name in slot_names(value)]
         items += getattr(value, "__dict__", {}).values()
