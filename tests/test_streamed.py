@@ -9,6 +9,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -176,11 +177,22 @@ def test_too_little_room_is_said_before_anything_is_computed(
     streamed = Streamed(f"hf:{tmp_path / 'whole'}", work=tmp_path / "work", say=said.append)
     perplexity(streamed, torch.arange(3, 99), length=48)
     assert said[0].startswith("This takes up to 0.00 GB in ")
-    monkeypatch.setattr(
-        "shutil.disk_usage", lambda _: os.terminal_size((0, 0)) and type("U", (), {"free": 9})
-    )
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=9))
     with pytest.raises(fp.FairprunerError, match="make room, or choose another work folder"):
         perplexity(streamed, torch.arange(3, 99), length=48)
+
+
+def test_the_room_for_repaired_tensors_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = saved_model("llama", tmp_path / "whole")
+    data = token_batches()
+    spaces = fp.discover(model, data[0])
+    plan = fp.Plan.removing(spaces, {spaces[0].name: (0,)})
+    streamed = Streamed(f"hf:{tmp_path / 'whole'}", work=tmp_path / "work")
+    tokens = sum(batch["input_ids"].numel() for batch in data)
+    for_streams = 5 * tokens * streamed.width * 4
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=for_streams))
+    with pytest.raises(fp.FairprunerError, match="make room, or choose another work folder"):
+        fp.cut_files(streamed, plan, tmp_path / "small", data=data)
 
 
 def test_what_cannot_be_streamed_is_refused_in_one_sentence(tmp_path: Path) -> None:

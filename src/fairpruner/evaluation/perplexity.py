@@ -15,7 +15,7 @@ from fairpruner.errors import FairprunerError
 from fairpruner.inputs.batches import Batch
 from fairpruner.inputs.data_files import read_bytes
 from fairpruner.inputs.streamed import ORIGINAL, Streamed
-from fairpruner.inputs.walking import walking
+from fairpruner.inputs.walking import Disk, walking
 from fairpruner.models.calling import call, evaluating
 from fairpruner.models.devices import device_of_model
 
@@ -88,7 +88,7 @@ def _outputs(model: nn.Module | Streamed, batches: Sequence[Tensor]) -> Iterator
     """The model's output on each batch of tokens, [n, length]."""
     if isinstance(model, Streamed):
         walked = [Batch({"input_ids": batch}, None, position) for position, batch in enumerate(batches)]
-        with walking(model, walked, {"job": "perplexity"}, streams=2, passes=1) as walk:
+        with walking(model, walked, {"job": "perplexity"}, disk=Disk(streams=2), passes=1) as walk:
             walk.start(ORIGINAL)
             walk.forward(keep=False)
             yield from (output for _, output in walk.outputs())

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -122,13 +122,19 @@ class Walk:
             yield batch, shell.finish(batch.inputs, self.stream(index, self.streamed.count))
 
 
+class Disk(NamedTuple):
+    """What a walk keeps on disk at once: a number of streams, and bytes beside them."""
+
+    streams: int
+    beside: int = 0
+
+
 @contextmanager
 def walking(
-    streamed: Streamed, batches: Sequence[Batch], job: Json, *, streams: int, passes: int, process: int = 0
+    streamed: Streamed, batches: Sequence[Batch], job: Json, *, disk: Disk, passes: int, process: int = 0
 ) -> Iterator[Walk]:
-    """A walk in the work folder of a model.
+    """A walk in the work folder of a model; `passes` is how often a batch passes each layer.
 
-    `streams` is how many of them are on disk at once, and `passes` how often a batch passes each layer.
     The folder is removed at the end. After an exception it stays, so that the same call can continue.
     """
     for batch in batches:
@@ -143,7 +149,7 @@ def walking(
     finished = False
     try:
         tokens = sum(batch.inputs["input_ids"].numel() for batch in batches)
-        streamed.say(folder.check_room(streams * tokens * streamed.width * 4))
+        streamed.say(folder.check_room(disk.streams * tokens * streamed.width * 4 + disk.beside))
         with batch_bar(passes * streamed.count * len(batches)) as show, random_state_kept(), torch.no_grad():
             yield Walk(streamed, batches, folder, show)
         finished = True

@@ -26,7 +26,7 @@ from fairpruner.files.streaming import Changes, stream
 from fairpruner.inputs.batches import Batch, check_rereadable, forward, no_samples, read_batches
 from fairpruner.inputs.losses import mean_loss
 from fairpruner.inputs.streamed import ORIGINAL, Streamed
-from fairpruner.inputs.walking import Walk, stage, walking
+from fairpruner.inputs.walking import Disk, Walk, stage, walking
 from fairpruner.models.calling import in_eval_mode
 from fairpruner.models.layer_calls import LayerModel
 from fairpruner.models.narrowing import cut_units
@@ -90,7 +90,8 @@ def repairing(streamed: Streamed, plan: Plan, data: Iterable[Any], method: str) 
     if not batches:
         raise no_samples()
     job = {"job": "repair", "method": method, "plan": plan.to_json()}
-    with walking(streamed, batches, job, streams=5, passes=3) as walk:
+    disk = Disk(streams=5, beside=_bytes_of_changes(streamed, plan))
+    with walking(streamed, batches, job, disk=disk, passes=3) as walk:
         walk.start(ORIGINAL, CUT, PLAIN)
         notes = [note for layer in range(streamed.count) for note in _Layer(walk, plan, layer).repair(method)]
         before, after = (_loss(walk, role) for role in (PLAIN, CUT))
@@ -98,6 +99,15 @@ def repairing(streamed: Streamed, plan: Plan, data: Iterable[Any], method: str) 
             yield RepairedTensors(_changes(walk), tuple(notes))
         else:
             yield RepairedTensors({}, (would_raise_loss(method, before, after),))
+
+
+def _bytes_of_changes(streamed: Streamed, plan: Plan) -> int:
+    """The most that repaired tensors take in float32: those that units of shortened spaces own."""
+    owned = tuple(
+        f"{part.tensor}." for space in plan.spaces if plan.removed[space.name] for part in space.slices
+    )
+    tensors = tensors_by_name(streamed.model).items()
+    return sum(4 * tensor.numel() for name, tensor in tensors if f"{name}.".startswith(owned))
 
 
 class _Layer:

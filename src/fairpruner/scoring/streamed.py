@@ -22,7 +22,7 @@ from fairpruner.errors import FairprunerError
 from fairpruner.inputs.batches import Batch, in_halves, read_batches
 from fairpruner.inputs.losses import Loss
 from fairpruner.inputs.streamed import ORIGINAL, Streamed
-from fairpruner.inputs.walking import walking
+from fairpruner.inputs.walking import Disk, walking
 from fairpruner.scoring.calibration import LOOKED_AT
 from fairpruner.scoring.demand import Demand
 from fairpruner.scoring.layer_passes import score_backward, score_forward
@@ -79,7 +79,7 @@ def score_streamed(
     }
     backward = demand.needs_backward
     streams, passes = (streamed.count + 3, 2) if backward else (2, 1)
-    with walking(streamed, walked, job, streams=streams, passes=passes, process=processes.rank) as walk:
+    with walking(streamed, walked, job, disk=Disk(streams), passes=passes, process=processes.rank) as walk:
         walk.start(ORIGINAL)
         halves = [half for half, _ in halved]
         scoring = ScoringJob(walk, spaces, selections, objective, halves, processes)
