@@ -3,7 +3,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 READY := .venv/.ready
 TORCH := torch==2.13.0
-PYTEST := $(BIN)/pytest -n 2 --dist worksteal
+TESTS := -n 2 --dist worksteal
+PYTEST := $(BIN)/pytest $(TESTS)
 EMPTY := build/empty
 
 .PHONY: demo test test-fast style format coverage docs package clean
@@ -31,7 +32,10 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 coverage: $(READY)
-	$(PYTEST) --cov --cov-report=term --cov-report=html
+	$(BIN)/coverage run -m pytest $(TESTS)
+	$(BIN)/coverage combine
+	$(BIN)/coverage report
+	$(BIN)/coverage html
 
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
@@ -56,4 +60,4 @@ $(READY): pyproject.toml
 	touch $(READY)
 
 clean:
-	rm -rf .venv build dist site htmlcov .coverage demo-output .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist site htmlcov .coverage* demo-output .mypy_cache .pytest_cache .ruff_cache .hypothesis

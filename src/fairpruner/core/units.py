@@ -122,7 +122,7 @@ class Replacement:
         )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Norm:
     """An RMSNorm of the residual stream."""
 
