@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+import fairpruner as fp
 from fairpruner.core.cost_model import CostModel
 from fairpruner.core.scores import Scores
 from fairpruner.core.spaces import Spaces
@@ -655,3 +656,24 @@ def test_samples_that_a_model_mixes() -> None:
         match=r"'1' cannot be observed: 2.weight reads \[1, 4\], whose dim 0 is not a multiple of the 2",
     ):
         score(model, [(torch.randn(4, 5), torch.arange(4) % 2)] * 2, spaces=spaces)
+
+
+def test_memory_that_runs_out_is_not_taken_for_a_wrong_batch() -> None:
+    class Full(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if len(x) > 4:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            found: Tensor = self.inner(x)
+            return found
+
+    model, data = Full(), [(torch.randn(8, 4), torch.arange(8) % 2)] * 2
+    spaces = fp.discover(model, torch.randn(1, 4))
+    with pytest.raises(
+        FairprunerError, match=r"Memory ran out on batch 0: .* Give smaller batches"
+    ) as caught:
+        score(model, data, spaces=spaces)
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)

@@ -57,6 +57,7 @@ def lazy() -> nn.Module:
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "traced": (traced, r"The model \(TopLevelTracedModule\) is TorchScript, .* Give the Python module"),
     "scripted": (scripted, r"The model \(RecursiveScriptModule\) is TorchScript"),
+    "frozen": (lambda: torch.jit.freeze(scripted().eval()), r"is TorchScript"),
     "partly scripted": (partly_scripted, r"The model's '0' \(RecursiveScriptModule\) is TorchScript"),
     "exported": (exported, r"The model \(ExportedProgram\) is an exported graph"),
     "exported module": (lambda: exported().module(), r"is an exported graph"),
@@ -90,6 +91,9 @@ def test_no_stage_takes_a_model_that_it_would_treat_half(refused: tuple[Any, str
         lambda: fp.save(model, plan, tmp_path / "folder"),
         lambda: fp.repair(model, plain(), plan, data),
         lambda: fp.repair(plain(), model, plan, data),
+        lambda: fp.recover(model, data, epochs=1),
+        lambda: fp.recover(plain(), data, epochs=1, teacher=model),
+        lambda: fp.prune(model, data, alpha=0.2),
     ]
     for stage in stages:
         with pytest.raises(fp.FairprunerError, match=sentence):

@@ -184,6 +184,14 @@ def test_a_plan_takes_whole_unit_numbers_only(units: Any) -> None:
         assert fp.Plan.removing(spaces, {"2": whole}).removed["2"] == (1, 3)  # type: ignore[dict-item]
 
 
+def test_a_plan_takes_spaces_by_name_only() -> None:
+    """A number was taken for the position of a space, and nothing was removed."""
+    build, shape = SMALL["mlp"]
+    spaces = fp.discover(build(), torch.randn(shape))
+    with pytest.raises(fp.FairprunerError, match="The space 2 is a int, expected a name"):
+        fp.Plan.removing(spaces, {2: (1,)})  # type: ignore[dict-item]
+
+
 def test_a_plan_cannot_empty_a_space_or_name_a_unit_twice() -> None:
     build, shape = SMALL["mlp"]
     spaces = fp.discover(build(), torch.randn(shape))

@@ -75,7 +75,11 @@ class Plan:
     def removing(spaces: Spaces, removed: Mapping[str, Sequence[int]]) -> Plan:
         """A plan that removes exactly these units; spaces that are not named keep all units."""
         for name in removed:
-            _ = spaces[name]  # an error that names the space, if there is none of this name
+            _ = spaces[str(name)]  # an error that names the space, if there is none of this name
+            if not isinstance(name, str):
+                raise FairprunerError(
+                    f"The space {name!r} is a {type(name).__name__}, expected a name as text."
+                )
         units = {space.name: _units(space, removed.get(space.name, ())) for space in spaces}
         return Plan(spaces, units, None, "given", False, predict(spaces, units), predict(spaces, {}))
 

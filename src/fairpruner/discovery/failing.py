@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 
 from fairpruner.errors import FairprunerError
-
-# torch raises a plain RuntimeError with these words if the main memory is full.
-OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
+from fairpruner.models.calling import is_out_of_memory
 
 
 def raise_if_out_of_memory(error: Exception, model: nn.Module) -> None:
     """Stop with one sentence if memory ran out; return otherwise."""
-    text = str(error)
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(
-        words in text for words in OUT_OF_MEMORY
-    ):
+    if is_out_of_memory(error):
         raise FairprunerError(
             f"Memory ran out while cuts of {type(model).__name__} were tried: {first_line(error)}. Discover"
             " with a smaller example, or on a machine with more memory."

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fairpruner.errors import FairprunerError
 from fairpruner.inputs.tokens import IGNORED, own_labels, targets_of
-from fairpruner.models.calling import call, describe, tensors_of
+from fairpruner.models.calling import call, describe, is_out_of_memory, tensors_of
 from fairpruner.models.layer_calls import LayerCall
 
 BOXES = ("img", "batch_idx", "cls", "bboxes")  # the keys of a batch of Ultralytics
@@ -298,8 +298,14 @@ def forward(model: nn.Module, batch: Batch) -> Any:
     except FairprunerError:
         raise
     except Exception as error:
+        opening, step = (
+            f"Batch {batch.position} does not fit the model",
+            "Every item of the data must be a batch: wrap a dataset of single samples in"
+            " torch.utils.data.DataLoader.",
+        )
+        if is_out_of_memory(error):
+            opening, step = f"Memory ran out on batch {batch.position}", "Give smaller batches."
         raise FairprunerError(
-            f"Batch {batch.position} does not fit the model: {type(model).__name__} called with"
-            f" {describe(batch.inputs)} raised {type(error).__name__}: {error}. Every item of the data must"
-            " be a batch: wrap a dataset of single samples in torch.utils.data.DataLoader."
+            f"{opening}: {type(model).__name__} called with {describe(batch.inputs)} raised"
+            f" {type(error).__name__}: {error}. {step}"
         ) from error

@@ -20,6 +20,15 @@ from fairpruner.errors import FairprunerError
 from fairpruner.models.preserving import classes_unchanged, slot_names, unchanged
 from fairpruner.models.randomness import random_state_kept
 
+# torch raises a plain RuntimeError with these words if the main memory is full.
+OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an exception says that memory ran out."""
+    kinds = (MemoryError, torch.OutOfMemoryError)
+    return isinstance(error, kinds) or any(words in str(error) for words in OUT_OF_MEMORY)
+
 
 def call(model: nn.Module, example: Any) -> Any:
     """Call the model with a copy of an example, which the model may overwrite."""
@@ -42,9 +51,10 @@ def call_checked(model: nn.Module, example: Any) -> Any:
     except FairprunerError:
         raise
     except Exception as error:
+        opening = "Memory ran out" if is_out_of_memory(error) else "The example does not fit the model"
         raise FairprunerError(
-            f"The example does not fit the model: {type(model).__name__} called with {describe(example)}"
-            f" raised {type(error).__name__}: {error}"
+            f"{opening}: {type(model).__name__} called with {describe(example)} raised"
+            f" {type(error).__name__}: {error}"
         ) from error
 
 

@@ -43,8 +43,10 @@ def check_has_numbers(model: nn.Module) -> None:
 def _reason(path: str, module: nn.Module) -> str:
     """Why one module makes its model unsupported, or ""."""
     if isinstance(module, torch.jit.ScriptModule):
-        # A scripted function without tensors, such as an activation, has nothing to cut.
-        holds = any(True for _ in (*module.parameters(), *module.buffers()))
+        # A scripted function without tensors, such as an activation, has nothing to cut. A frozen module has
+        # no mode, and its tensors are constants.
+        frozen = not hasattr(module, "training")
+        holds = frozen or any(True for _ in (*module.parameters(), *module.buffers()))
         return _fixed(path, module, "TorchScript") if holds else ""
     if any(base.__module__.startswith("torch.export") for base in type(module).__mro__):
         return _fixed(path, module, "an exported graph")

@@ -23,6 +23,7 @@ from fairpruner.inputs.datasets import example_of
 from fairpruner.inputs.workers import naming_dead_workers
 from fairpruner.models.calling import evaluating
 from fairpruner.models.devices import device_of_model
+from fairpruner.models.supported import check_has_numbers
 from fairpruner.pipeline.search import (
     EFFORT,
     SEARCHED_RULES,
@@ -91,6 +92,7 @@ def prune(
     >>> small[0], plan.predicted["units"], sum(trial.chosen for trial in plan.tried)
     (Linear(in_features=4, out_features=4, bias=True), 4, 1)
     """
+    check_has_numbers(model)
     options = _checked(options or {})
     _check_schedule(
         keep, alpha, {"rounds": (rounds, 1), "recover_epochs": (recover_epochs, 0), "effort": (effort, 1)}

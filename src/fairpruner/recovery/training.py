@@ -23,6 +23,7 @@ from fairpruner.models.copying import deep_copy
 from fairpruner.models.devices import device_of_model, devices_of_model
 from fairpruner.models.narrowing import copy_with
 from fairpruner.models.randomness import random_state_kept
+from fairpruner.models.supported import check_has_numbers
 from fairpruner.recovery.averaging import ema_of
 from fairpruner.recovery.checkpoints import FILE, identity, load_checkpoint, save_checkpoint
 from fairpruner.recovery.data import COMPUTING, epoch_batches, reseed, shard, steps_of
@@ -71,6 +72,8 @@ def recover(
     ([1, 2], False)
     """
     check_whole_number("epochs", epochs)
+    for net in (small,) if teacher is None else (small, teacher):
+        check_has_numbers(net)
     for name, data in (("training", train), ("validation", validation)):
         check_rereadable(data, "every epoch reads it", name=f"{name} data")
     training = _Training(

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from fairpruner.discovery.failing import OUT_OF_MEMORY
 from fairpruner.discovery.ids import NONE, Usage, compact
 from fairpruner.discovery.rules.operation import Operation, no_rule
 from fairpruner.discovery.shadow import EMPTY, IdMap, Shadow, extent
+from fairpruner.models.calling import is_out_of_memory
 from fairpruner.models.torch_private import base_of, is_in_place, tree_map_only
 
 CHOOSING = ("index", "index_select", "gather")  # their further tensors are places in the first one
@@ -42,7 +42,7 @@ def movement(op: Operation) -> None:
         ]
     except (RuntimeError, NotImplementedError, TypeError) as error:
         # The operation does not take integers, or needs other strides.
-        if any(words in str(error) for words in OUT_OF_MEMORY):
+        if is_out_of_memory(error):
             raise
         return no_rule(op)
     if any(
