@@ -128,6 +128,8 @@ def test_every_stage_after_scoring(on_devices: tuple[Placed, torch.dtype], tmp_p
         ours, theirs = small(example), masked(example)
     assert float((ours - theirs).abs().max()) <= near(dtype) * float(theirs.abs().max())
     assert plan.predicted["flops"] == fp.count_flops(small, example)
+    plan.save(tmp_path / "plan.json")
+    assert fp.count_params(fp.cut(model, fp.Plan.load(tmp_path / "plan.json"))) == plan.predicted["params"]
     for method in METHODS:
         repaired = fp.repair(small, model, plan, batches, method=method)
         assert {name: tensor.device for name, tensor in repaired.state_dict().items()} == places

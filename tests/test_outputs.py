@@ -188,6 +188,19 @@ def test_a_symbolic_link_stays_and_what_it_leads_to_is_written(dangling: bool, t
     assert fp.Plan.load(target).rule == "tod"
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no pipes")
+def test_a_pipe_or_a_device_is_not_replaced(tmp_path: Path) -> None:
+    """A rename would replace /dev/null for all programs, if its user may do so."""
+    os.mkfifo(tmp_path / "pipe")
+    for name, message in (("pipe", "it is a pipe, a socket or a device"), ("a\0b", "Choose another name")):
+        with (
+            pytest.raises(fp.FairprunerError, match=message),
+            written_whole(tmp_path / name) as temporary,
+        ):
+            temporary.write_text("new")
+    assert (tmp_path / "pipe").is_fifo()
+
+
 def test_saving_the_same_twice_gives_the_same_bytes(tmp_path: Path) -> None:
     plan = a_plan(2)
     torch.manual_seed(0)

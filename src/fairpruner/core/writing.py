@@ -38,7 +38,7 @@ def written_whole(path: str | Path, *, over_folder: bool = False) -> Iterator[Pa
     If anything fails, `path` stays as it was. A file replaces a file. A folder replaces a folder only if that
     is empty or `over_folder` is true. A symbolic link stays, and its target is replaced.
     """
-    place = Path(os.path.realpath(path))
+    place = _place(path)
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         remove_abandoned(place.parent)
@@ -57,6 +57,19 @@ def written_whole(path: str | Path, *, over_folder: bool = False) -> Iterator[Pa
             shutil.rmtree(workspace, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         raise FairprunerError(f"Cannot write {path}: {error}. Choose a place that can be written.") from error
+
+
+def _place(path: str | Path) -> Path:
+    """The path with symbolic links followed; a device is refused, because a rename would replace it."""
+    try:
+        place = Path(os.path.realpath(path))
+    except ValueError as error:  # a name that no file can have
+        raise FairprunerError(f"Cannot write {str(path)!r}: {error}. Choose another name.") from error
+    if place.exists() and not (place.is_file() or place.is_dir()):
+        raise FairprunerError(
+            f"Cannot write {path}: it is a pipe, a socket or a device, expected a file or a folder."
+        )
+    return place
 
 
 def is_at_or_below(path: str | Path, folder: str | Path) -> bool:
