@@ -34,7 +34,7 @@ DATALESS = ("magnitude",)  # other draws of images make no difference
 CRITERIA = ("magnitude", "Taylor", "Hessian")
 SCOPES = ("global", "local")
 OURS = {
-    "default": "`fp.prune`, nothing else said",
+    "default": "`fp.prune` with nothing but a budget",
     "by hand": "reconstruction, global, sequential repair",
     "paper": "the paper's method",
 }

@@ -119,7 +119,7 @@ def _replacement(call: ModuleCall, argument: int | str | None, by: StandIn) -> R
 def _obstacle(
     block: _Block, calls: Sequence[ModuleCall], graph: Graph, model: nn.Module, times: Mapping[str, int]
 ) -> str:
-    """Why a block cannot be removed by replacing these modules; None if it can."""
+    """Why a block cannot be removed by replacing these modules; "" if it can."""
     if not calls:
         return "no module computes what it adds, so none can be replaced"
     paths = [call.path for call in calls]

@@ -1,4 +1,4 @@
-"""Repair: better weights of the same shapes for a cut model, in closed form, from a few samples."""
+"""Repair: better weights of the same shapes for a cut model, from a few samples and without labels."""
 
 from __future__ import annotations
 
@@ -43,14 +43,16 @@ def repair(
 ) -> nn.Module:
     """A copy of `small`, the cut of `model` by `plan`, whose weights compensate for the removed units.
 
-    Nothing is trained, and neither model changes. The methods:
+    No labels are needed, and neither model changes. The methods:
 
     - `mean` adds the mean of the removed units' contribution to each weight that read them.
     - `least_squares` predicts this contribution from the kept units.
     - `sequential` refits every weight in the order of the forward pass.
     - `merge` moves kept experts towards removed ones.
     - `experts` refits the last matrices of the kept experts, and of a shared expert, of each block.
+    - `renormalise` lets routers divide the weights of a token's experts by their sum.
     - `batchnorm` estimates running statistics again.
+    - `tune` takes gradient steps towards the original's activations; all other methods are closed-form.
 
     Several methods are applied one after the other. Each is applied only if it does not raise the `loss`
     (cross-entropy by default) on the first samples.

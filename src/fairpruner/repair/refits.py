@@ -112,7 +112,7 @@ class RefitGroup:
             new = Refit(small, product, use)
             if product.places != target.places:
                 new.obstacle = FEWER_ROWS
-            if new.obstacle:  # no sweep refits it: it is only named
+            if new.obstacle:  # no sweep refits it; it only gets a note
                 self.refits[product.name] = new
             elif new.numbers > self._room and self._room < MOST_NUMBERS:
                 self.complete = True

@@ -203,7 +203,7 @@ class Halves:
 
     @property
     def obstacle(self) -> str:
-        """Why nothing can be fitted and judged, or nothing."""
+        """Why nothing can be fitted and judged; "" if it can."""
         if not (self.fitted.finite and self.judging.finite):
             return "its inputs or outputs hold numbers that are not finite: compute in float32 or bfloat16"
         if not (self.fitted.rows and self.judging.rows):
