@@ -27,9 +27,9 @@ EXAMPLE = {"input_ids": torch.tensor([[1, 2, 3, 4], [4, 3, 2, 1]])}  # shows how
 class Streamed:
     """A causal language model in a folder of safetensors files, of which one layer is in memory at a time.
 
-    `discover`, `score`, `cut_files` and `perplexity` take it in place of a model. `work` is the folder for what
-    they keep on disk meanwhile; it must be on a disk with room, and is removed at the end. A call that was
-    killed continues where it was if it finds its work folder; without `work`, it begins again.
+    `discover`, `score`, `cut_files` and `perplexity` take it in place of a model. They keep intermediate
+    results in the folder `work`, which must be on a disk with room, and remove them at the end. A call that
+    was killed continues where it was if it finds its work folder; without `work`, it begins again.
     All computations are in float32, whatever the precision of the weights.
     """
 
