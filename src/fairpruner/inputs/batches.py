@@ -80,7 +80,8 @@ class Batch:
             found = "no labels" if self.labels is None else f"labels {describe(self.labels)}"
             raise FairprunerError(
                 f"Batch {self.position} has {found}, expected class indices: integers of shape"
-                f" [{self.size}]. Choose signals and a loss that need no classes, or give indices."
+                f" [{self.size}]. Give indices, or choose what needs no classes, for example"
+                " removal='activation' and loss='unlabelled'."
             )
         if len(self.labels) != self.size:
             raise FairprunerError(

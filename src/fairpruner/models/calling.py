@@ -23,6 +23,8 @@ from fairpruner.models.randomness import random_state_kept
 # torch raises a plain RuntimeError with these words if the main memory is full.
 OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 
+BATCHED = "Inputs need a batch dimension: wrap a dataset of single samples in torch.utils.data.DataLoader."
+
 
 def is_out_of_memory(error: Exception) -> bool:
     """Whether an exception says that memory ran out."""
@@ -52,9 +54,10 @@ def call_checked(model: nn.Module, example: Any) -> Any:
         raise
     except Exception as error:
         opening = "Memory ran out" if is_out_of_memory(error) else "The example does not fit the model"
+        step = "" if is_out_of_memory(error) else f". {BATCHED}"
         raise FairprunerError(
             f"{opening}: {type(model).__name__} called with {describe(example)} raised"
-            f" {type(error).__name__}: {error}"
+            f" {type(error).__name__}: {error}{step}"
         ) from error
 
 
