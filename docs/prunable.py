@@ -30,7 +30,7 @@ The columns:
 
 - *found*: units by kind, and in how many spaces.
 - *FLOPs kept*: the share of multiply-accumulates that is left after 40 % of each space was removed.
-- *equal*: zeroing the removed units and cutting them give the same output in float64 with random weights (to 1e-8; to 1e-6 if the model itself rounds some numbers to float32; to 1e-4 for a model that only runs in float32, that takes more than 8 GB in float64, or that amplifies rounding; with the initial weights instead where random ones make the output chaotic), and params and FLOPs are as predicted. FLOPs are those of the example: a detector does more work where it finds more boxes, so for it they are an estimate, and a difference is written out.
+- *equal*: zeroing the removed units and cutting them give the same output in float64 with random weights (to 1e-8; to 1e-6 if the model itself rounds some numbers to float32; to 1e-4 for a model that only runs in float32, that takes more than 8 GB in float64, or that amplifies rounding; with the initial weights instead where random ones make the output chaotic), and params and FLOPs are as predicted. FLOPs are those of the example: a detector does more work where it finds more boxes, so for it they are an estimate, and a difference is written out. In float32, two detections may change places, because rounding can be larger than the difference of their scores; in float64 they do not.
 - *saved*: a new process loads the cut model and computes the same.
 - *discovery*: processor seconds, with its check, and how many forward passes over the same example take as long.
 - *left out*: the number of names, besides those that reach the output, and why, in these words:

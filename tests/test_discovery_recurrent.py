@@ -115,3 +115,30 @@ def test_convolutions_before_a_recurrent_module_are_free() -> None:
     spaces = fp.discover(model, example)
     assert {s.name: s.size for s in spaces} == {"conv": 6, "recurrent": 8}
     check_cut(model, example, spaces, some_units(spaces, 0.5, 0))
+
+
+class ConvLSTM(nn.Module):
+    """Own code in which convolutions compute the gates of every step, [batch, frames * 3, height, width]."""
+
+    def __init__(self, hidden: int = 8) -> None:
+        super().__init__()
+        self.hidden = hidden
+        self.gates = nn.Conv2d(3 + hidden, 4 * hidden, 3, padding=1)
+        self.head = nn.Conv2d(hidden, 2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.unflatten(1, (2, 3))  # two frames
+        state = cell = x.new_zeros(x.shape[0], self.hidden, *x.shape[-2:])
+        for frame in x.unbind(1):
+            stacked = self.gates(torch.cat([frame, state], 1))
+            enter, forget, leave, new = stacked.chunk(4, 1)
+            cell = forget.sigmoid() * cell + enter.sigmoid() * new.tanh()
+            state = leave.sigmoid() * cell.tanh()
+        return self.head(state)
+
+
+def test_a_recurrent_network_of_one_s_own_is_found() -> None:
+    model, example = with_lively_weights(ConvLSTM()), torch.randn(2, 6, 8, 8, dtype=torch.float64)
+    spaces = fp.discover(model, example)
+    assert [(space.name, space.size) for space in spaces] == [("gates", 8)]
+    check_cut(model, example, spaces, {"gates": (0, 3, 5)})

@@ -336,6 +336,33 @@ def grouped() -> nn.Module:
     )  # fmt: skip
 
 
+class Unetr(nn.Module):
+    """A transformer over patches whose layers feed a decoder of transposed convolutions, as in UNETR."""
+
+    def __init__(self, width: int = 16, patch: int = 4) -> None:
+        super().__init__()
+        self.patch = nn.Conv2d(3, width, patch, patch)
+        layer = nn.TransformerEncoderLayer
+        self.layers = nn.ModuleList(
+            layer(width, 4, 24, batch_first=True, norm_first=True, dropout=0) for _ in range(2)
+        )
+        self.skip = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU())
+        self.middle = nn.Sequential(nn.ConvTranspose2d(width, 8, 2, 2), nn.BatchNorm2d(8), nn.ReLU())
+        self.deep = nn.ConvTranspose2d(width, 8, 2, 2)
+        self.join = nn.Sequential(nn.Conv2d(16, 8, 3, padding=1), nn.ReLU(), nn.ConvTranspose2d(8, 6, 2, 2))
+        self.head = nn.Sequential(nn.Conv2d(12, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 2, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = self.patch(x)
+        side, seen = tokens.shape[2], []
+        tokens = tokens.flatten(2).mT
+        for layer in self.layers:
+            tokens = layer(tokens)
+            seen.append(tokens.mT.unflatten(2, (side, side)))
+        joined = self.join(torch.cat([self.middle(seen[0]), self.deep(seen[1])], 1))
+        return self.head(torch.cat([self.skip(x), joined], 1))
+
+
 def squeeze_excite() -> nn.Module:
     return nn.Sequential(
         conv_bn(3, 16),
@@ -358,6 +385,7 @@ SMALL = {
     "grouped": (grouped, IMAGE),
     "squeeze_excite": (squeeze_excite, IMAGE),
     "unet": (UNet, IMAGE),
+    "unetr": (Unetr, IMAGE),
     "functional": (Functional, IMAGE),
     "shared": (Shared, IMAGE),
     "split_concat": (SplitConcat, IMAGE),

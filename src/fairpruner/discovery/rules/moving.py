@@ -29,11 +29,10 @@ def movement(op: Operation) -> None:
     if buffer or op.name == "cat":
         # A buffer or zeros become a part of what they are joined to: of a weight (the zero bias of keys in a
         # fused qkv) or of an activation (the initial state of a recurrence).
-        dim = None if weight else op.option(1, "dim", 0)
-        shadows = [
-            s if s.maps else _along(op.shadow(t, buffers=True), dim)
-            for s, t in zip(shadows, op.tensors, strict=True)
-        ]
+        held = [s if s.maps else op.shadow(t, buffers=True) for s, t in zip(shadows, op.tensors, strict=True)]
+        joins_data = op.name == "cat" and not all(s.maps for s in held)  # an initial state beside an input
+        dim = None if weight and not joins_data else op.option(1, "dim", 0)
+        shadows = [s if s.maps else _along(h, dim) for s, h in zip(shadows, held, strict=True)]
     depth = max(len(s.maps) for s in shadows)
     try:
         moved = [
