@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 import fairpruner as fp
 from fairpruner.cli import app
 from fairpruner.core import writing
+from fairpruner.core.work_folder import WorkFolder
 from fairpruner.core.writing import remove_abandoned, written_whole
 from fairpruner.files import folders
 
@@ -131,7 +132,7 @@ def dead_process() -> int:
 
 
 def workspace(folder: Path, pid: int, *parts: str) -> Path:
-    made = folder / f".fairpruner-{writing._node()}-{pid}-0123abcd"
+    made = folder / f".fairpruner-{writing.node_name()}-{pid}-0123abcd"
     for part in ("new", "old", *parts):
         (made / part).mkdir(parents=True)
     return made
@@ -167,10 +168,30 @@ def test_a_swap_whose_process_died_halfway_is_completed(whole: bool, tmp_path: P
     assert not made.exists()
 
 
+def test_a_work_folder_with_files_of_the_user_is_refused_and_strays_of_dead_processes_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A work folder is removed at the end of its job."""
+    own = tmp_path / "work" / "process-0"
+    own.mkdir(parents=True)
+    (own / "thesis.txt").write_text("mine")
+    with pytest.raises(fp.FairprunerError, match="holds files that fairpruner did not write"):
+        WorkFolder(tmp_path / "work", {"job": 1})
+    assert (own / "thesis.txt").read_text() == "mine"
+    monkeypatch.chdir(tmp_path)
+    node = writing.node_name()
+    for process in (dead_process(), os.getpid()):
+        (tmp_path / f".fairpruner-work-{node}-{process}-abcd" / "process-0").mkdir(parents=True)
+    WorkFolder(None, {"job": 1}).close(finished=True)
+    assert [path.name for path in tmp_path.glob(".fairpruner-*")] == [
+        f".fairpruner-work-{node}-{os.getpid()}-abcd"
+    ]
+
+
 def test_a_link_named_like_a_workspace_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").touch()
-    link = tmp_path / f".fairpruner-{writing._node()}-{dead_process()}-0123abcd"
+    link = tmp_path / f".fairpruner-{writing.node_name()}-{dead_process()}-0123abcd"
     link.symlink_to(tmp_path / "mine")
     remove_abandoned(tmp_path)
     assert (tmp_path / "mine" / "file").exists()

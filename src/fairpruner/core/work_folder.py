@@ -6,6 +6,7 @@ it is complete, so whatever has a final name can be used.
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -15,10 +16,20 @@ from pathlib import Path
 import numpy as np
 
 from fairpruner.core.sealed import Json, digest, read_json, write_json
+from fairpruner.core.writing import WORKSPACE, node_name, runs
 from fairpruner.errors import FairprunerError
 
 JOB = "job.json"
 GIGABYTE = 10**9
+
+
+def _temporary_folder(place: Path) -> Path:
+    """A new folder for this process; those that dead processes left are removed."""
+    for folder in place.glob(".fairpruner-work-*-*-*"):
+        node, process = folder.name.split("-")[2:4]
+        if node == node_name() and process.isdigit() and not runs(int(process)) and not folder.is_symlink():
+            shutil.rmtree(folder, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f".fairpruner-work-{node_name()}-{os.getpid()}-", dir=place))
 
 
 class WorkFolder:
@@ -31,11 +42,17 @@ class WorkFolder:
         """
         self._temporary = root is None
         try:
-            self.root = Path(tempfile.mkdtemp(prefix=".fairpruner-work-", dir=".")) if root is None else root
+            self.root = _temporary_folder(Path()) if root is None else root
             self._own = self.root / f"process-{process}"
             self._own.mkdir(parents=True, exist_ok=True)
+            others = [path for path in self._own.iterdir() if not WORKSPACE.fullmatch(path.name)]
+            strange = bool(others) and not (self._own / JOB).exists()
         except OSError as error:
             raise FairprunerError(f"The work folder {root} cannot be made: {error}.") from error
+        if strange:  # it is removed at the end
+            raise FairprunerError(
+                f"{self._own} holds files that fairpruner did not write: choose another work folder."
+            )
         mark = digest(job)
         if (self._own / JOB).exists() and read_json(self._own / JOB, "work").get("job") != mark:
             raise FairprunerError(

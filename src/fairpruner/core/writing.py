@@ -42,7 +42,7 @@ def written_whole(path: str | Path, *, over_folder: bool = False) -> Iterator[Pa
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         remove_abandoned(place.parent)
-        workspace = place.parent / f".fairpruner-{_node()}-{os.getpid()}-{uuid4().hex[:8]}"
+        workspace = place.parent / f".fairpruner-{node_name()}-{os.getpid()}-{uuid4().hex[:8]}"
         try:
             for part in (NEW, OLD):
                 (workspace / part).mkdir(parents=True)
@@ -93,13 +93,16 @@ def _is_abandoned(workspace: Path, node: str, pid: int) -> bool:
     status = workspace.lstat()
     if workspace.is_symlink() or not workspace.is_dir():
         return False
-    if os.name == "nt":  # there, `os.kill` with signal 0 ends the process
+    if os.name == "nt":  # there, files have no owner of this kind
         return time.time() - status.st_mtime > DAY
     mine = status.st_uid == os.getuid()
-    return mine and (time.time() - status.st_mtime > DAY or (node == _node() and not _runs(pid)))
+    return mine and (time.time() - status.st_mtime > DAY or (node == node_name() and not runs(pid)))
 
 
-def _runs(pid: int) -> bool:
+def runs(pid: int) -> bool:
+    """Whether a process of this machine exists."""
+    if os.name == "nt":  # there, `os.kill` with signal 0 ends the process
+        return True
     try:
         os.kill(pid, 0)  # signal 0 only checks that the process exists
     except (ProcessLookupError, OverflowError):
@@ -109,7 +112,7 @@ def _runs(pid: int) -> bool:
     return True
 
 
-def _node() -> str:
+def node_name() -> str:
     """A hash of this machine and of its container, within which process ids are unique."""
     try:
         container = os.readlink("/proc/self/ns/pid")
