@@ -106,12 +106,7 @@ def evaluate_models(
             raise FairprunerError(f"{source} has no tokenizer: give a Hugging Face model, hf:FOLDER.")
         tokenizer = tokenizer_of(place_of(source))
         large = streamed(source, beside(Path(place_of(source)), work), None, device) if stream else None
-        net = trained(source, None, device) if large is None else large.model
-        if not is_causal(net):
-            raise FairprunerError(
-                f"{type(net).__name__} is not a causal language model, so it cannot generate answers: give a"
-                " model that predicts the next token."
-            )
+        net = _causal(trained(source, None, device) if large is None else large.model)
         sizes[source] = fp.count_params(net)
         found = results[source] = dict(
             evaluate(net, tokenizer, files, limit=limit, batch_size=batch_size, calibration=calibration)
@@ -120,6 +115,21 @@ def evaluate_models(
             found[text.name] = perplexity(
                 large or net, read_tokens(text, tokenizer), length=length, batch_size=batch_size
             )
+    show(_shown(results, sizes), as_json)
+
+
+def _causal(net: Any) -> Any:
+    """The model, refused unless it predicts the next token."""
+    if not is_causal(net):
+        raise FairprunerError(
+            f"{type(net).__name__} is not a causal language model, so it cannot generate answers: give a"
+            " model that predicts the next token."
+        )
+    return net
+
+
+def _shown(results: Results, sizes: Mapping[str, int]) -> Printable:
+    """One table for each task or text; models of the most frequent size get a mean."""
     usual, count = Counter(sizes.values()).most_common(1)[0]
     same_size = [source for source, size in sizes.items() if size == usual] if count > 1 else []
     tables = [
@@ -129,7 +139,7 @@ def evaluate_models(
     content = {
         source: {name: asdict(result) for name, result in found.items()} for source, found in results.items()
     }
-    show(Printable(Group(*tables), {"models": content}), as_json)
+    return Printable(Group(*tables), {"models": content})
 
 
 def _table(name: str, found: Mapping[str, TaskResult | Perplexity], same_size: Sequence[str]) -> Group:
