@@ -1,10 +1,10 @@
 """How well a pruned language model still predicts text, beside the methods of others.
 
 A share of the parameters of SmolLM2-135M-Instruct outside of its embedding is removed. Perplexity, and the
-agreement of the most likely next token with the original's, are taken on 4,096 tokens of validation text, in
-windows of 512. The calibration text is 8 full windows of 512, drawn from all training text. More text
-would improve the repairs; this much lets a row take minutes on one core. Rows of tasks have the accuracy on
-some items of WiC and MMLU-Pro. `data/language_models.py` of the shared folder makes the model (needs gguf).
+agreement of the most likely next token with the original's, are taken on 6,144 tokens of validation text, in
+windows of 512. The calibration text is 16 full windows of 512, drawn from training text. More text would
+improve the repairs; this much lets a row take minutes on one core. Rows of tasks have the accuracy on some
+items of WiC and MMLU-Pro. `data/language_models.py` of the shared folder makes the model (needs gguf).
 
 Methods of others (`llm_peers.py`), measured on the same text:
 
@@ -44,7 +44,7 @@ from fairpruner.evaluation.tasks import find_files
 
 NAME = "llm"
 SHARES, DRAWS = (0.2, 0.1, 0.3, 0.5), 3
-CALIBRATED, TESTED = 8, 8  # windows
+CALIBRATED, TESTED = 16, 12  # windows
 EFFORT = 30  # forward passes over the data, of `fp.prune`
 ITEMS = 40  # of each task
 FOLDER = Path.home() / ".cache" / "fairpruner" / "smollm2"
