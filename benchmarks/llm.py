@@ -108,8 +108,10 @@ def default(setting: Setting, share: float) -> nn.Module:
     return small
 
 
+BEST = "fairpruner: surgeon, global + least_squares, sequential"
 WAYS: dict[str, Way] = {
     "fairpruner: surgeon, global + least_squares": BySignal("surgeon", "global", ("least_squares",)),
+    BEST: BySignal("surgeon", "global", ("least_squares", "sequential")),
     "magnitude": by_peer("magnitude", "uniform"),
     "Taylor, global (LLM-Pruner)": by_peer("element_taylor", "global"),
     "FLAP": peers.flap,
@@ -125,11 +127,10 @@ WAYS: dict[str, Way] = {
         for rule in ("global", "tod", "uniform")
         if (signal, rule) != ("surgeon", "global")
     },
-    "fairpruner: surgeon, global + sequential": BySignal("surgeon", "global", ("sequential",)),
 }
 
 
-FIRST = list(WAYS)[:7]
+FIRST = list(WAYS)[:8]
 
 
 def cases(quick: bool) -> Iterator[Row]:

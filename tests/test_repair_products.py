@@ -161,6 +161,21 @@ def test_a_fit_from_sums_is_the_fit_of_the_rows(
     )
 
 
+@pytest.mark.parametrize("with_offset", [False, True])
+def test_a_row_of_weight_three_counts_like_three_rows(with_offset: bool) -> None:
+    x, y = torch.randn(1, 30, 4, dtype=torch.float64), torch.randn(1, 30, 2, dtype=torch.float64)
+    weights = torch.arange(30, dtype=torch.float64) % 3 + 1
+    times = weights.long()
+    repeated = NormalEquations.of(x.repeat_interleave(times, 1), y.repeat_interleave(times, 1))
+    weighted = NormalEquations.of(x, y, weights)
+    (one,), (other,) = (list(sums.solve([1e-6], with_offset)) for sums in (repeated, weighted))
+    assert one is not None
+    assert other is not None
+    torch.testing.assert_close(one.slope, other.slope)
+    torch.testing.assert_close(one.offset, other.offset)
+    assert weighted.error(one) == pytest.approx(repeated.error(one))
+
+
 @pytest.mark.parametrize("features", [256, 301])
 def test_wide_products_of_pairs_are_whole(features: int) -> None:
     x = torch.randn(2, 40, features, dtype=torch.float64)

@@ -20,6 +20,7 @@ from fairpruner.discovery import discover
 from fairpruner.errors import FairprunerError, check_whole_number, unknown
 from fairpruner.inputs.batches import check_rereadable, read_batches
 from fairpruner.inputs.datasets import example_of
+from fairpruner.inputs.tokens import real_tokens
 from fairpruner.inputs.workers import naming_dead_workers
 from fairpruner.models.calling import evaluating
 from fairpruner.models.devices import device_of_model
@@ -138,7 +139,11 @@ def _searched(
     first = next(read_batches(data, device_of_model(model), model))
     scoring, limits = dict(options["score"]), {"exact": True, **options["allocate"]}
     if scoring.get("removal") is None:
-        scoring["removal"] = useful_removals(spaces, classes=first.has_classes and first.labels.ndim == 1)
+        scoring["removal"] = useful_removals(
+            spaces,
+            classes=first.has_classes and first.labels.ndim == 1,
+            texts=real_tokens(first.inputs) is not None,
+        )
     scores = score(model, data, spaces=spaces, **scoring)
     rules = (limits.pop("rule"),) if "rule" in limits else SEARCHED_RULES
     candidates = make_candidates(scores, search.keep, rules, **limits)

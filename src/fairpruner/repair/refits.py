@@ -25,6 +25,7 @@ class RefitTarget:
     rows: Rows
     values: Tensor  # [rows, kept outputs]
     places: tuple[int, ...]  # of the weight's input in the original
+    weights: Tensor | None = None  # of the rows' squared errors, [rows]; None: all the same
 
 
 class Refit:
@@ -64,10 +65,10 @@ class Refit:
         hidden = self._offset is not None and self._offset.sign < 0
         return (self._change if hidden else self._nothing).offset.flatten()
 
-    def add(self, features: Tensor, missing: Tensor, fitted: int) -> None:
+    def add(self, features: Tensor, missing: Tensor, target: RefitTarget) -> None:
         """Add rows: features [G, rows, p], and the error of the unchanged weight, [rows, outputs]."""
         by_group = missing.unflatten(1, (len(features), -1)).transpose(0, 1)  # [G, rows, q]
-        new = Halves.of(features, by_group, fitted)
+        new = Halves.of(features, by_group, target.rows.fitted, target.weights)
         if self._halves is None:
             self._halves = new
         else:

@@ -60,7 +60,7 @@ class Fit:
 class NormalEquations:
     """Float64 sums on the CPU over rows of p features and q targets, separately for G groups."""
 
-    rows: int
+    rows: float  # their number, or the sum of their weights
     gram: Tensor  # XᵀX, [G, p, p]
     cross: Tensor  # XᵀY, [G, p, q]
     square: Tensor  # |Y|² of each target, [G, q]
@@ -68,20 +68,25 @@ class NormalEquations:
     targets: Tensor  # Yᵀ1, [G, q]
 
     @staticmethod
-    def of(features: Tensor, targets: Tensor) -> NormalEquations:
-        """From features [G, rows, p] and targets [G, rows, q]."""
+    def of(features: Tensor, targets: Tensor, weights: Tensor | None = None) -> NormalEquations:
+        """From features [G, rows, p] and targets [G, rows, q]; `weights` [rows] multiply squared errors."""
         features, targets = widened(features), widened(targets)
         if not features.shape[1]:  # a batch of one sample leaves a half without rows: nothing is allocated
             groups, p, q = len(features), features.shape[2], targets.shape[2]
             shapes = (groups, p, p), (groups, p, q), (groups, q), (groups, p), (groups, q)
             return NormalEquations(0, *(torch.zeros((), dtype=torch.float64).expand(s) for s in shapes))
+        counted_features, counted_targets, rows = features, targets, float(features.shape[1])
+        if weights is not None:
+            root = weights.to(features).sqrt()[:, None]  # [rows, 1]
+            features, targets, rows = features * root, targets * root, float(weights.sum())
+            counted_features, counted_targets = features * root, targets * root
         return NormalEquations(
-            features.shape[1],
+            rows,
             gram=float64(_gram(features)),
             cross=float64(features.mT @ targets),
             square=float64(targets.square().sum(1)),
-            features=float64(features.sum(1)),
-            targets=float64(targets.sum(1)),
+            features=float64(counted_features.sum(1)),
+            targets=float64(counted_targets.sum(1)),
         )
 
     def __add__(self, other: NormalEquations) -> NormalEquations:
@@ -188,11 +193,15 @@ class Halves:
     judging: NormalEquations
 
     @staticmethod
-    def of(features: Tensor, targets: Tensor, fitted: int) -> Halves:
-        """From features [G, rows, p] and targets [G, rows, q] of which the first `fitted` rows are fitted."""
+    def of(features: Tensor, targets: Tensor, fitted: int, weights: Tensor | None = None) -> Halves:
+        """From features [G, rows, p] and targets [G, rows, q] of which the first `fitted` rows are fitted.
+
+        `weights` [rows] multiply the squared errors of the rows; None: they all count the same.
+        """
+        first, second = (None, None) if weights is None else (weights[:fitted], weights[fitted:])
         return Halves(
-            NormalEquations.of(features[:, :fitted], targets[:, :fitted]),
-            NormalEquations.of(features[:, fitted:], targets[:, fitted:]),
+            NormalEquations.of(features[:, :fitted], targets[:, :fitted], first),
+            NormalEquations.of(features[:, fitted:], targets[:, fitted:], second),
         )
 
     def __iadd__(self, other: Halves) -> Halves:

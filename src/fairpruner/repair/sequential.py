@@ -19,6 +19,10 @@ If the original has z* = 14, then d = (14 - 7 - 4) / 3 = 1, and indeed 3 · (2 +
 
 **Removed blocks.** The weight that adds to a stream before a removed residual block is fitted to the
 original's stream behind that block: it takes over what the block added, as far as its features show.
+
+**Texts.** The first token of a text is often a hundred times as large in the stream as all others (an
+attention sink), so its squared error would be all that counts. The norm that reads the stream divides by this
+size. So the error of each row of a stream is divided by the size of the original's row, |z*|.
 """
 
 from __future__ import annotations
@@ -174,6 +178,7 @@ class _OriginalPass(Interceptor):
     ) -> None:
         super().__init__(model)
         self._uses, self._kept, self._batch = uses, kept, batch
+        self._texts = real_tokens(batch.inputs) is not None
         self._generator = torch.Generator().manual_seed(batch.position)
         self._rows: dict[tuple[int, torch.device], tuple[Tensor, Rows]] = {}  # by the number of all rows
         self._arriving: dict[int, tuple[Product, Rows]] = {}  # by the number of the addition
@@ -194,7 +199,7 @@ class _OriginalPass(Interceptor):
         if number in self._arriving:
             product, rows = self._arriving.pop(number)
             one, other = (widened(product.outputs(operand, rows)) for operand in operands)
-            self._take(product, rows, one + other)
+            self._take(product, rows, one + other, in_stream=True)
 
     def _rows_of(self, product: Product, out: Tensor) -> Rows:
         """The rows of an output to fit; they are the same for all outputs of one size, and computed once."""
@@ -207,15 +212,19 @@ class _OriginalPass(Interceptor):
 
     def _chosen(self, rows: Tensor) -> Tensor:
         """About POSITIONS rows of an image, or TOKENS of a text: one is drawn from each of equal parts."""
-        each = POSITIONS if real_tokens(self._batch.inputs) is None else TOKENS
+        each = TOKENS if self._texts else POSITIONS
         wanted = min(len(rows), self._batch.size * each)
         random = torch.rand(wanted, generator=self._generator, dtype=torch.float64)
         places = (torch.arange(wanted) + random) * (len(rows) / max(wanted, 1))
         return rows[places.long().clamp_max(len(rows) - 1)]
 
-    def _take(self, product: Product, rows: Rows, values: Tensor) -> None:
+    def _take(self, product: Product, rows: Rows, values: Tensor, *, in_stream: bool = False) -> None:
         keep = product.kept_outputs(self._kept).to(values.device)
-        self.targets[product.name] = RefitTarget(rows, values[:, keep], product.places)
+        weights = None
+        if in_stream and self._texts:
+            square = values.square().mean(1)  # [rows]
+            weights = 1 / square.clamp_min(torch.finfo(square.dtype).eps)
+        self.targets[product.name] = RefitTarget(rows, values[:, keep], product.places, weights)
 
 
 @dataclass(frozen=True, eq=False)
@@ -263,7 +272,7 @@ class _CutPass(Interceptor):
             return product.run()
         features = widened(product.features(target.rows).flatten(2))  # [G, rows, p]
         if use.addition is None:
-            refit.add(features, target.values - refit.before(features), target.rows.fitted)
+            refit.add(features, target.values - refit.before(features), target)
             if self._solve is not _Solve.LATER:
                 refit.solve(last=self._solve is _Solve.LAST)
             return product.run()
@@ -283,7 +292,7 @@ class _CutPass(Interceptor):
         scale = channel_scale(arriving.outputs, own)  # [outputs]
         missing = torch.where(scale != 0, (target.values - own - other) / scale, 0.0)
         missing += refit.change(arriving.features)  # the error of the unchanged weight
-        refit.add(arriving.features, missing, target.rows.fitted)
+        refit.add(arriving.features, missing, target)
         if self._solve is _Solve.LATER:
             return
         hidden_before = refit.hidden_offset

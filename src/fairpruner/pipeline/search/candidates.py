@@ -36,16 +36,18 @@ class Candidate:
         return f"{self.removal}, {self.rule}, {self.spaces}"
 
 
-def useful_removals(spaces: Spaces, *, classes: bool) -> list[Removal]:
-    """The removal signals to score, the most promising first; `classes`: whether samples have classes."""
+def useful_removals(spaces: Spaces, *, classes: bool, texts: bool = False) -> list[Removal]:
+    """The removal signals to score, the most promising first.
+
+    `classes`: whether samples have classes. `texts`: whether they are texts, where signals of weights alone
+    are far behind the others.
+    """
     kinds: list[Kind] = list(dict.fromkeys(space.kind for space in spaces))
     few = sum(space.size**2 for space in spaces if space.kind != "expert") <= MOST_PAIRS
+    first = "reconstruction" if few else "activation"
     second = "wasserstein" if classes else "surgeon" if few else "activation"
-    by_rank = [
-        ("reconstruction" if few else "activation", "reap"),
-        (second, "soft_activation"),
-        ("l1", "reap"),
-    ]
+    dense = [second, first] if texts and not classes else [first, second, "l1"]
+    by_rank = list(zip(dense, ("reap", "soft_activation", "reap"), strict=False))
     removals = [{kind: _signal_of(kind, other, expert) for kind in kinds} for other, expert in by_rank]
     return [removal for n, removal in enumerate(removals) if removal not in removals[:n]]
 

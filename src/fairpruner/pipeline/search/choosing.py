@@ -19,6 +19,7 @@ from torch import nn
 from fairpruner.core.budget import Budget
 from fairpruner.core.plan import Plan
 from fairpruner.core.trials import Trial
+from fairpruner.core.units import Kind
 from fairpruner.inputs.batches import Batch, read_batches
 from fairpruner.inputs.losses import Loss, Task
 from fairpruner.models.calling import evaluating
@@ -62,13 +63,19 @@ class Search:
         """The repair methods for a plan."""
         if self.repair is not None:
             return tuple(self.repair)
-        kinds = {space.kind for space in plan.spaces if plan.removed[space.name]}
+        kinds = _removed_kinds(plan)
         dense = ["sequential"] if kinds - {"expert"} else []
         if dense and self.task == "language":
-            # `sequential` raised the loss of SmolLM2.
-            # It is kept for what nothing else repairs, and only if the loss does not rise.
-            dense = ["least_squares", *(["sequential"] if kinds & {"block", "stream"} else [])]
+            # A batch holds few texts: `sequential` would fit later weights to what poor first fits give.
+            dense = ["least_squares", "sequential"]
         return (*dense, *(["experts"] if "expert" in kinds else []))
+
+    def ranked_by_sums(self, plan: Plan) -> bool:
+        """Whether the repair from sums ranks plans like the whole repair: nothing but `least_squares` does.
+
+        Removed blocks and channels of the stream are repaired by what follows it.
+        """
+        return self.methods(plan)[:1] == ("least_squares",) and not _removed_kinds(plan) & {"block", "stream"}
 
     def passes(self, plan: Plan, shares: int = SHARES) -> float:
         """The cost, in forward passes, of repairing a cut on these shares of the samples and judging it."""
@@ -85,6 +92,10 @@ class Search:
         not held in memory. The time falls as the root of the FLOPs, because narrow layers are less efficient.
         """
         return FITTING * (1 - held + TUNING * math.sqrt(plan.share("flops")))
+
+
+def _removed_kinds(plan: Plan) -> set[Kind]:
+    return {space.kind for space in plan.spaces if plan.removed[space.name]}
 
 
 def choose(
@@ -144,8 +155,8 @@ class _Bench:
         """The candidates of step 3, the best first; steps 1 and 2 may each use a third of the passes left."""
         if self.search.repair is None and can_screen(candidates):
             candidates = self._from_sums(candidates, self.left / 3)[:SEMIFINALISTS]
-            if self.search.methods(candidates[0].plan) == ("least_squares",):
-                return list(candidates[:1])  # the sums already gave this repair
+            if all(self.search.ranked_by_sums(candidate.plan) for candidate in candidates):
+                return list(candidates[:1])
             shares = [FEW]
         else:
             shares = [SHARES // 2, SHARES // 4, SHARES // 8]
