@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -17,13 +17,23 @@ def couple(spaces: Sequence[UnitSpace]) -> list[tuple[UnitSpace, list[str]]]:
     unit j of the coupled space consists of the j-th unit of every part. A part with more units, such as one
     without the grouped convolution of the others, gives several neighbouring units to each.
     """
-    families: list[tuple[set[tuple[str, int]], list[UnitSpace]]] = []  # what each writes, and its spaces
+    found: list[_Parts] = []
     for space in spaces:
         written = {(part.tensor, part.dim) for part in space.slices_of("write")}
-        mine = [f for f in families if f[0] & written and _fit(f[1][0], space)]
-        families = [f for f in families if not any(f is other for other in mine)]
-        families.append((written.union(*(f[0] for f in mine)), [*(s for f in mine for s in f[1]), space]))
-    return [(_joined(parts), [p.name for p in parts]) for _, parts in families if len(parts) > 1]
+        fitting = [one for one in found if one.written & written and _fit(one.spaces[0], space)]
+        found = [one for one in found if one not in fitting]
+        earlier = [part for one in fitting for part in one.spaces]
+        found.append(_Parts(written.union(*(one.written for one in fitting)), [*earlier, space]))
+    coupled = [one.spaces for one in found if len(one.spaces) > 1]
+    return [(_joined(parts), [part.name for part in parts]) for parts in coupled]
+
+
+@dataclass(frozen=True, eq=False)
+class _Parts:
+    """Spaces that own parts of one producer, and the dimensions of tensors that they write."""
+
+    written: set[tuple[str, int]]
+    spaces: list[UnitSpace]
 
 
 def _fit(a: UnitSpace, b: UnitSpace) -> bool:
