@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from types import MethodType
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -54,6 +56,26 @@ class Tapped(nn.Module):
         return self.body(x), self.head(self.feature.detach().to(x)[:1])
 
 
+class Remote(nn.Module):
+    """Finds a layer through a weak reference to itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.me = net(), ref(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        model = self.me()
+        assert model is not None
+        found: Tensor = model.inner[2](self.inner[:2](x))
+        return found
+
+
+class Locked(Remote):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = Lock()
+
+
 class Fresh(nn.Module):
     """A copy of it is built anew and given the numbers of the original."""
 
@@ -83,6 +105,8 @@ class Itself(Fresh):
         (holding_a_weight, "uses 2.weight of the original"),
         (holding_numbers, "uses 2.weight of the original"),
         (Tapped, "sets feature of the original"),
+        (Remote, "uses inner.2.bias, inner.2.weight of the original"),
+        (Locked, "attribute lock of a Locked cannot be copied"),
         (Fresh, "does not take over inner.0.weight"),
         (Itself, "does not take over inner.0.weight"),
         (lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), Fresh()), "does not take over 2.inner.0.weight"),

@@ -318,6 +318,28 @@ def test_a_loaded_model_has_the_memory_order_of_the_saved_one(tmp_path: Path) ->
     assert torch.equal(loaded[0].weight, small[0].weight)
 
 
+class OtherNames(nn.Sequential):
+    """Renames its parameters in its state dict, and leaves out biases."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        state = super().state_dict(*args, **kwargs)
+        return {f"net.{name}": tensor for name, tensor in state.items() if "bias" not in name}
+
+
+def test_every_parameter_is_saved_whatever_the_class_makes_of_its_state_dict(tmp_path: Path) -> None:
+    """An empty file was written, and a model with the weights of `build` was loaded."""
+
+    def build() -> nn.Module:
+        return OtherNames(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+
+    model = build()
+    plan = Plan.removing(fp.discover(model, torch.zeros(1, 4)), {"0": (1, 5)})
+    small = fp.cut(model, plan)
+    fp.save(small, plan, tmp_path / "folder")
+    loaded = fp.load(tmp_path / "folder", build=build)
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), small.parameters(), strict=True))
+
+
 def test_shared_tensors_are_stored_once_and_non_persistent_buffers_not_at_all(folder: Path) -> None:
     with safe_open(folder / "model.safetensors", framework="pt") as file:
         names = set(file.keys())

@@ -1,7 +1,8 @@
 """Whether a copy of a model stands alone: a cut is a copy, and must neither use nor change the original.
 
-A function that is set on an instance (`model.forward = …`, a hook) may hold modules or tensors of the
-original. `copy.deepcopy` does not copy functions, so the function of the copy still uses the original.
+A function that is set on an instance (`model.forward = …`, a hook), a weak reference or a global variable may
+lead to modules or tensors of the original. `copy.deepcopy` copies none of these, so the copy still uses the
+original.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from fairpruner.errors import FairprunerError
 from fairpruner.models.torch_private import TorchDispatchMode, tree_flatten
 
 STEP = (
-    "Copies share the functions of the original: define such a function in the class, or let it take what it"
-    " uses from the module that it is given."
+    "Copies share functions, weak references and global variables with the original: let every module use"
+    " only what it holds itself."
 )
 
 

@@ -28,6 +28,7 @@ from fairpruner.inputs.weights import fits
 from fairpruner.models.counting import count_params
 from fairpruner.models.narrowing import kept_indices, laid_out_as, replaced_modules
 from fairpruner.models.supported import check_supported
+from fairpruner.models.torch_private import unsaved_buffers
 from fairpruner.surgery import cut
 
 README = "README.md"
@@ -86,8 +87,9 @@ def load(
 
     The original architecture is built, cut by the saved plan, and filled with the saved tensors. `build` is a
     function or a source string that builds it, with any weights. A Hugging Face model needs no `build`,
-    because the folder has its configuration. Dtypes come from the file; non-persistent buffers and
-    requires_grad come from the model that is built. `example` is used as by `cut`. See `save` for an example.
+    because the folder has its configuration. Dtypes come from the file; non-persistent buffers, plain
+    attributes and requires_grad come from the model that is built. `example` is used as by `cut`. See `save`
+    for an example.
     """
     folder = Path(folder)
     plan = Plan.load(folder / PLAN)
@@ -205,17 +207,19 @@ def _built(build: Callable[[], nn.Module] | str) -> nn.Module:
 
 
 def _state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers by name; a shared one once, under its first name."""
-    kept = model.state_dict().keys()
-    extra = [name for name in kept if name.endswith("_extra_state")]
+    """Parameters and persistent buffers by name; a shared one once, under its first name.
+
+    A class may leave some out of its state dict, or rename them there.
+    """
+    extra = [name for name in model.state_dict() if name.endswith("_extra_state")]
     if extra:
         raise FairprunerError(
             f"{type(model).__name__} has state that is not a tensor ({', '.join(extra[:3])}), which cannot be"
             " saved without pickle: remove it from the state dict."
         )
-    return {
-        name: tensor for name, tensor in (*model.named_parameters(), *model.named_buffers()) if name in kept
-    }
+    unsaved = unsaved_buffers(model)
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name not in unsaved}
+    return {**dict(model.named_parameters()), **buffers}
 
 
 def _storable(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fairpruner.errors import FairprunerError
 from fairpruner.models.calling import tensors_of
 
 # Values that need no copy. A module holds a dozen of them, and a dozen empty dicts for hooks.
@@ -31,11 +32,26 @@ def deep_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module
     for module in modules:
         if is_plain(type(module)):
             state = {
-                name: held if type(held) in ATOMS else copy.deepcopy(held, memo)
+                name: held
+                if type(held) in ATOMS
+                else _copied(held, memo, f"{name} of a {type(module).__name__}")
                 for name, held in vars(module).items()
             }
             memo[id(module)].__setstate__(state)
-    return copy.deepcopy(model, memo)
+    copied: nn.Module = _copied(model, memo, f"a {type(model).__name__}")
+    return copied
+
+
+def _copied(held: Any, memo: dict[int, Any], what: str) -> Any:
+    try:
+        return copy.deepcopy(held, memo)
+    except FairprunerError:
+        raise
+    except Exception as error:  # locks, open files and generators refuse; a class may raise anything
+        raise FairprunerError(
+            f"The attribute {what} cannot be copied, so the model cannot be cut: {type(error).__name__}:"
+            f" {error}. Remove it before, or make it when it is first used."
+        ) from error
 
 
 def _detach(held: Any, memo: dict[int, Any]) -> None:
