@@ -20,6 +20,7 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
 from torchvision_shim import torchvision  # noqa: E402
+from zoo_topics import TOPICS  # noqa: E402
 from zoo_transformers import TRANSFORMERS  # noqa: E402
 
 LIBRARIES = {
@@ -268,6 +269,7 @@ def _graph(name: str) -> Entry:
 
 GROUPS: dict[str, tuple[Callable[[], list[str]], Callable[[str], Entry]]] = {
     "topologies": (_topologies, _topology),
+    "topics": (lambda: list(TOPICS), lambda name: TOPICS[name]),
     "torchvision": (functools.partial(_torchvision_names, ""), _torchvision),
     "torchvision-detection": (functools.partial(_torchvision_names, "detection"), _detection),
     "torchvision-segmentation": (functools.partial(_torchvision_names, "segmentation"), _segmentation),

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 INTRODUCTION = """# What can be pruned
 """
 METHOD = """
-`python benchmarks/zoo.py` tries every model below, each in a separate process: it finds what can be removed, removes 40 % of each space at random, and saves and loads the smaller model. `python docs/prunable.py` writes this page from its results. All weights are random. The models of Hugging Face, of diffusers and those with experts are small versions, built from their configurations; of every family of timm, the smallest model is used. Full-size models have other widths, but the same parts can be removed.
+`python benchmarks/zoo.py` tries every model below, each in a separate process: it finds what can be removed, removes 40 % of each space at random, and saves and loads the smaller model. `python docs/prunable.py` writes this page from its results. All weights are random. The models of Hugging Face, of diffusers and those with experts are small versions, built from their configurations; of every family of timm, the smallest model is used. Full-size models have other widths, but the same parts can be removed. Torch-Pruning's own tests run on the models of torchvision, and on small networks for a dozen topics; for each topic there is a network here.
 
 - A *channel* is one output of a convolution, with everything that reads it.
 - A *hidden* unit is one neuron between two linear maps; in a gated MLP, the same unit of gate, up and down together.
@@ -54,6 +54,7 @@ REASONS = {
 }
 TITLES = {
     "topologies": "Topologies",
+    "topics": "Topics of Torch-Pruning's tests",
     "torchvision": "torchvision, classification",
     "torchvision-detection": "torchvision, detection",
     "torchvision-segmentation": "torchvision, segmentation",
