@@ -66,3 +66,23 @@ def test_resnet56_has_125_million_flops() -> None:
     model, example = CifarResNet(9, "A"), torch.randn(1, 3, 32, 32)
     assert fp.count_flops(model, example) == 125_485_696
     assert fp.count_params(model) == 853_018
+
+
+def test_positions_that_mvit_adds_in_place_do_not_lock_its_heads() -> None:
+    video = pytest.importorskip("torchvision.models.video.mvit")
+    block = {"kernel_q": [3, 3, 3], "kernel_kv": [3, 3, 3], "stride_q": [1, 1, 1], "stride_kv": [1, 2, 2]}
+    sizes = {"num_heads": 2, "input_channels": 16, "output_channels": 16}
+    net = video.MViT(
+        spatial_size=(32, 32),
+        temporal_size=4,
+        block_setting=[video.MSBlockConfig(**sizes, **block) for _ in range(2)],
+        residual_pool=True,
+        residual_with_cls_embed=False,
+        rel_pos_embed=True,
+        proj_after_attn=True,
+        num_classes=5,
+    )
+    model, example = with_lively_weights(net), torch.randn(1, 3, 4, 32, 32, dtype=torch.float64)
+    spaces = fp.discover(model, example)
+    assert [(space.kind, space.size) for space in spaces] == [("head", 2), ("hidden", 64)] * 2
+    check_cut(model, example, spaces, some_units(spaces, 0.5, 0))

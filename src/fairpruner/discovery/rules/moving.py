@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fairpruner.discovery.ids import NONE, Usage, compact
+from fairpruner.discovery.ids import NONE, Usage, as_ids, compact
 from fairpruner.discovery.rules.operation import Operation, no_rule
 from fairpruner.discovery.shadow import EMPTY, IdMap, Shadow, extent
 from fairpruner.models.calling import is_out_of_memory
@@ -150,8 +150,12 @@ def copied(op: Operation) -> None:
     if base is target or base.ndim != target.ndim:
         return no_rule(op)
     sliced = [d for d in range(base.ndim) if base.shape[d] != target.shape[d]]
-    if any(extent(idmap)[d] for idmap in maps for d in sliced):
+    across = [idmap for idmap in maps if any(extent(idmap)[d] for d in sliced)]
+    if across and len(across) == len(maps):
         return _written_into(op, base, maps)
+    for idmap in across:  # such as a table of positions, beside heads that all positions have
+        op.ids.lock(as_ids(idmap), f"written in place into part of a tensor by {op.name}")
+    maps = [idmap for idmap in maps if not any(idmap is other for other in across)]
     for d in sliced:
         maps = [idmap.narrow(d, 0, 1) for idmap in maps]
     spread = Shadow(tuple(idmap.expand(base.shape) for idmap in maps))
