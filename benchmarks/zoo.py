@@ -47,7 +47,7 @@ torch.set_num_threads(1)
 
 RESULTS = Path(__file__).parent / "results" / "zoo.json"
 SHARE = 0.4  # of each space, removed at random
-MEMORY = 8 << 30
+MEMORY = 7 << 30  # with the shared libraries less than 8 GB
 TIMEOUT = 1800  # seconds for one model
 SHAKE = 1e-12  # the share by which weights change to see how far the model amplifies rounding
 DRAWS = 8  # of random weights

@@ -49,6 +49,7 @@ REASONS = {
     "written in place": ("in place", "written into a part of another tensor"),
     "passes through": ("no rule", "it passes through an operation that discovery does not follow"),
     "it is normalised": ("normalised", "the weight is normalised in every forward pass"),
+    "a weight that reads it is standardised": ("normalised", ""),
     "routing needs": ("routing", "routing needs all of these experts"),
     "the model is random": ("random", "the model draws random numbers in eval mode"),
 }

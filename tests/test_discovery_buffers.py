@@ -129,6 +129,22 @@ def test_normalised_weights_name_the_line_that_removes_them(name: str) -> None:
     assert fp.discover(model, torch.randn(2, 4)).names == ("0", "2")
 
 
+class Standardised(nn.Conv2d):
+    """A convolution whose weight has mean 0 and variance 1 over its inputs, as in NFNet and BiT."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self.weight.reshape(1, self.out_channels, -1)
+        weight = nn.functional.batch_norm(rows, None, None, training=True).reshape_as(self.weight)
+        return nn.functional.conv2d(x, weight, self.bias)
+
+
+def test_standardised_weights_are_named_as_the_reason() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), Standardised(8, 6, 1), nn.ReLU(), nn.Conv2d(6, 2, 1))
+    spaces = fp.discover(model, torch.randn(1, 3, 4, 4))
+    assert spaces.names == ("2",)
+    assert "standardised over its inputs in every forward pass" in spaces.left_out["0"]
+
+
 def test_real_detection_backbones_are_no_longer_blocked() -> None:
     from torchvision.models import resnet18
     from torchvision.ops.misc import FrozenBatchNorm2d

@@ -12,6 +12,11 @@ from fairpruner.discovery.rules.operation import Operation, Rule, no_rule
 from fairpruner.discovery.shadow import Shadow, extent
 from fairpruner.models.torch_private import is_in_place
 
+STANDARDISED = (
+    "a weight that reads it is standardised over its inputs in every forward pass; first replace that module by"
+    " a plain one with the standardised weight"
+)
+
 
 def elementwise(op: Operation) -> None:
     """add, mul, relu, where, …: units at the same position become one.
@@ -109,9 +114,13 @@ def _scaled(op: Operation, x: torch.Tensor, parameters: Sequence[Any], dim: int)
 
 def batch_norm(op: Operation) -> None:
     """Each channel alone; statistics of the input (instance norm, standardised weights) mix all else."""
-    x = op.args[0]
+    x, shadow = op.args[0], op.shadow(op.args[0])
     if op.args[5] is True:
-        op.algebra.reduce_all(op.shadow(x).maps, [d for d in range(x.ndim) if d != 1])
+        mixed = [d for d in range(x.ndim) if d != 1]
+        if shadow.weight:
+            across = tuple(idmap for idmap in shadow.maps if any(extent(idmap)[d] for d in mixed))
+            op.algebra.lock(Shadow(across), STANDARDISED)
+        op.algebra.reduce_all(shadow.maps, mixed)
     _scaled(op, x, op.args[1:5], 1)
 
 
