@@ -13,8 +13,8 @@ from fairpruner.discovery.shadow import Shadow, extent
 from fairpruner.models.torch_private import is_in_place
 
 STANDARDISED = (
-    "a weight that reads it is standardised over its inputs in every forward pass; first replace that module by"
-    " a plain one with the standardised weight"
+    "a weight that reads it is standardised over its inputs in every forward pass; first replace that module"
+    " by a plain one with the standardised weight"
 )
 
 
