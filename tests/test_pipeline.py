@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -207,3 +208,16 @@ def test_wrong_arguments(arguments: dict[str, Any], sentence: str) -> None:
 def test_no_data() -> None:
     with pytest.raises(fp.FairprunerError, match="The data holds no samples"):
         prune(mlp(), [], alpha=0.1)
+
+
+@pytest.mark.parametrize("way", [{}, {"rounds": 2}, {"preset": "paper"}], ids=str)
+def test_a_budget_that_was_missed_is_reported_once_as_it_was_asked_for(way: dict[str, Any]) -> None:
+    """A space of three units can keep a third or two thirds of the FLOPs."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+    data = [(torch.randn(16, 4), torch.arange(16) % 2) for _ in range(2)]
+    with pytest.warns(fp.FairprunerWarning) as caught:
+        fp.prune(net, data, keep=fp.Budget("flops", 0.5), effort=5, **way)
+    misses = [str(warning.message) for warning in caught if "Budget" in str(warning.message)]
+    assert len(misses) == 1
+    assert re.match(r"Budget flops keep=0\.5: .* keeps 0\.\d\d\. To come nearer, ", misses[0])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -74,7 +75,7 @@ def allocate(
         plan = allocator.for_budget(keep, exact)
         advice = [] if exact else ["give exact=True"]
         advice += ["lower multiple_of or min_keep"] if multiple_of != 1 or min_keep != 1 else []
-        _warn_if_far(plan, keep, ", or ".join(advice or ["try another rule"]))
+        warn_if_far(plan, keep, ", or ".join(advice or ["try another rule"]))
         return plan
     if alpha is not None and keep is None and not exact:
         allocator = Allocator(scores, rule, multiple_of=multiple_of, min_keep=min_keep, latency=latency)
@@ -86,7 +87,15 @@ def allocate(
     )
 
 
-def _warn_if_far(plan: Plan, keep: Budget, advice: str) -> None:
+@contextmanager
+def without_miss_warnings() -> Iterator[None]:
+    """Inside, plans that are far from their budgets are not warned about: they are steps on the way."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"Budget .* the nearest plan of rule", FairprunerWarning)
+        yield
+
+
+def warn_if_far(plan: Plan, keep: Budget, advice: str) -> None:
     """Warn that the nearest plan is far from the budget, and name what would bring it nearer."""
     original, found = plan.original[keep.counted_in], plan.predicted[keep.counted_in]
     if abs(found - keep.target(original)) > FAR * original:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from fairpruner.allocation import KINDS_OF_METRIC, allocate
+from fairpruner.allocation import KINDS_OF_METRIC, allocate, warn_if_far, without_miss_warnings
 from fairpruner.allocation.composition import compose, remaining
 from fairpruner.core.budget import Budget
 from fairpruner.core.plan import Plan
@@ -107,13 +107,15 @@ def prune(
         check_rereadable(given, "every round reads it")
     spaces = discover(model, example_of(data, device_of_model(model), model), **options["discover"])
     current, whole = model, None
+    searching = keep is not None and rounds == 1 and preset == "best"
     for done in range(1, rounds + 1):
-        if keep is not None and rounds == 1 and preset == "best":
+        if keep is not None and searching:
             small, plan = _searched(model, data, spaces, Search(keep, effort, methods), options)
         else:
             scores = score(current, data, spaces=spaces, **options["score"])
             budget = keep and _share_of(keep, whole or Plan.removing(spaces, {}), done / rounds)
-            plan = allocate(scores, alpha=alpha, keep=budget, **options["allocate"])
+            with without_miss_warnings():
+                plan = allocate(scores, alpha=alpha, keep=budget, **options["allocate"])
             small = cut(current, plan)
             if methods is not None:
                 small = repair_cut(small, current, plan, data, method=methods, **options["repair"])
@@ -127,6 +129,10 @@ def prune(
             )
         current, whole = small, plan if whole is None else compose(whole, plan)
     assert whole is not None  # there is at least one round
+    if keep is not None:
+        exact = searching or options["allocate"].get("exact")
+        advice = "prune more kinds of units" if exact else 'give options={"allocate": {"exact": True}}'
+        warn_if_far(whole, keep, advice)
     return current, whole
 
 
@@ -146,7 +152,8 @@ def _searched(
         )
     scores = score(model, data, spaces=spaces, **scoring)
     rules = (limits.pop("rule"),) if "rule" in limits else SEARCHED_RULES
-    candidates = make_candidates(scores, search.keep, rules, **limits)
+    with without_miss_warnings():
+        candidates = make_candidates(scores, search.keep, rules, **limits)
     with evaluating(model):
         objective = Objective.of(model, first, options["repair"].get("loss", scoring.get("loss")), seed=0)
     task = objective.task if objective.loss is None else None  # a caller's loss may take outputs of any form
