@@ -319,3 +319,28 @@ def test_heads_of_one_projection_may_belong_to_several_spaces() -> None:
     spaces = fp.discover(model, TOKENS)
     assert [space.size for space in spaces if space.kind == "head"] == [2, 3]
     check_cut(model, TOKENS, spaces, some_units(spaces, 0.5, 0))
+
+
+def test_groups_of_a_state_space_model_are_found() -> None:
+    """Mamba2 counts heads, groups and two widths; the size of a state has the value of a count by chance."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Mamba2Config(
+        vocab_size=50,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_heads=8,
+        head_dim=8,
+        state_size=8,
+        n_groups=2,
+        chunk_size=4,
+    )
+    torch.manual_seed(0)
+    model = transformers.Mamba2ForCausalLM(config).eval()
+    tokens = {"input_ids": torch.randint(0, 50, (2, 7))}
+    spaces = fp.discover(model, tokens)
+    assert [(space.name, space.size) for space in spaces] == [("backbone.layers.0.mixer.in_proj", 2)]
+    plan = fp.Plan.removing(spaces, {"backbone.layers.0.mixer.in_proj": [0]})
+    with torch.no_grad():
+        torch.testing.assert_close(
+            fp.cut(model, plan)(**tokens).logits, fp.mask(model, plan)(**tokens).logits, rtol=1e-5, atol=1e-6
+        )

@@ -210,9 +210,11 @@ def _widths(space: UnitSpace, value: int) -> Ints | None:
     """The owners of a projection of this size, or of the first part of one that fuses several."""
     if value <= space.size:
         return None
-    whole = [part.owner for part in space.slices if part.owner.size % value == 0 and (part.owner >= 0).all()]
+    projections = [part for part in space.slices if part.role != "carry"]
+    owners = [part.owner for part in projections if part.owner.size % value == 0]
+    whole = [owner for owner in owners if owner.size == value or (owner >= 0).all()]
     owner = min(whole, key=len)[:value] if whole else None
-    return owner if owner is not None and np.unique(owner).size == space.size else None
+    return owner if owner is not None and np.unique(owner[owner >= 0]).size == space.size else None
 
 
 def _narrowed(space: UnitSpace) -> list[tuple[Count, ...]]:
