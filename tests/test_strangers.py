@@ -130,6 +130,16 @@ def drop_the_counts(content: dict[str, Any]) -> None:
     item(content, "head")["counts"] = []
 
 
+def call_it_a_block(content: dict[str, Any]) -> None:
+    """Blocks are not traced, so a plan may not hide other units behind their kind."""
+    item(content, "channel")["kind"] = "block"
+
+
+def replace_a_module(content: dict[str, Any]) -> None:
+    gone = {"module": "conv1", "units": [0], "by": "input", "argument": 0, "outputs": 0}
+    item(content, "channel")["replaced"] = [{**gone, "units": list(range(8))}]
+
+
 def own_the_tensor_nope(content: dict[str, Any]) -> None:
     item(content, "channel")["slices"][0]["tensor"] = "nope"
 
@@ -168,6 +178,8 @@ def count_with(module: str, attribute: str, length: int) -> Callable[[dict[str, 
         (drop_a_carried_slice, "does not cut Net correctly"),
         (call_reading_carrying, "does not cut Net correctly"),
         (drop_the_counts, "does not cut Net correctly"),
+        (call_it_a_block, "of kind block owns more than whole tensors"),
+        (replace_a_module, "of kind channel replaces modules"),
         (own_the_tensor_nope, "owns 'nope': no such tensor"),
         (own_dim_7, "dim 7"),
         (own_too_few_indices, "owns 7 indices of"),
@@ -274,6 +286,14 @@ def test_what_a_plan_says_it_costs_is_worked_out_anew(plan: fp.Plan, tmp_path: P
     assert dict(loaded.original) == dict(plan.original)
 
 
+def test_a_plan_that_lies_about_the_parameters_it_leaves_is_refused(plan: fp.Plan, tmp_path: Path) -> None:
+    content = plan.to_json()
+    content["spaces"]["costs"]["params"] = []
+    loaded = fp.Plan.load(seal(tmp_path / "plan.json", "plan", content))
+    with pytest.raises(fp.FairprunerError, match="it predicts 0 params, and the cut model has"):
+        fp.cut(Net().eval(), loaded)
+
+
 def test_a_plan_that_records_no_example_needs_one(plan: fp.Plan, tmp_path: Path) -> None:
     content = plan.to_json()
     content["spaces"]["examples"] = None
@@ -340,9 +360,10 @@ def test_what_cannot_be_recorded_is_none() -> None:
 
 
 def test_a_recorded_example_of_a_billion_numbers_is_refused() -> None:
-    big = {"tuple": [{"shape": [2**20, 2**10], "type": "float32", "range": [0, 1]}]}
-    with pytest.raises(fp.FairprunerError, match="more than"):
-        draw_example(big, torch.device("cpu"))
+    for shape, message in (([2**20, 2**10], "more than"), ([1] * 16 + [2**24], "17 sides")):
+        big = {"tuple": [{"shape": shape, "type": "float32", "range": [0, 1]}]}
+        with pytest.raises(fp.FairprunerError, match=message):
+            draw_example(big, torch.device("cpu"))
 
 
 # Bombs and nonsense in sealed files

@@ -16,6 +16,7 @@ from fairpruner.discovery.agreeing import untraced
 from fairpruner.discovery.lively import with_pools
 from fairpruner.discovery.verify import disagreement, runs_without_numbers
 from fairpruner.errors import FairprunerError
+from fairpruner.models.counting import count_params
 from fairpruner.models.devices import device_of_model
 from fairpruner.models.experts import plain_experts
 from fairpruner.models.fingerprint import check_same_model
@@ -42,7 +43,9 @@ def cut(model: nn.Module, plan: Plan, *, example: Any = None) -> nn.Module:
     Linear(in_features=4, out_features=6, bias=True)
     """
     _check(model, plan, example)
-    return cut_units(model, plan.spaces, plan.removed)
+    small = cut_units(model, plan.spaces, plan.removed)
+    _check_params(model, small, plan)
+    return small
 
 
 def mask(model: nn.Module, plan: Plan, *, example: Any = None) -> nn.Module:
@@ -62,6 +65,7 @@ def cut_without_weights(model: nn.Module, plan: Plan, *, room: int) -> nn.Module
     """
     _check_fits(model, plan)
     small = cut_units(model, plan.spaces, plan.removed)
+    _check_params(model, small, plan)
     if _is_unverified(model, plan):
         examples = _examples(plan, torch.device("cpu"))
         _verify(model, plan, examples, room=room)
@@ -77,6 +81,13 @@ def _check(model: nn.Module, plan: Plan, example: Any) -> None:
         examples = _examples(plan, device_of_model(model)) if example is None else [example]
         _verify(model, plan, examples)
         _VERIFIED[plan] = type(model)
+
+
+def _check_params(model: nn.Module, small: nn.Module, plan: Plan) -> None:
+    """Refuse a plan from a file whose costs are not those of the cut model."""
+    found, predicted = count_params(small), plan.predicted["params"]
+    if plan.spaces.from_file and found != predicted:
+        _refuse(model, f"it predicts {predicted:,} params, and the cut model has {found:,}")
 
 
 def _is_unverified(model: nn.Module, plan: Plan) -> bool:

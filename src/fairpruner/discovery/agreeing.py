@@ -40,6 +40,10 @@ def untraced(
     for path, norm in claimed.items():
         if path not in norms or norms[path].to_json() != norm.to_json():
             return f"{path} is no RMSNorm with this epsilon"
+    for space in spaces:
+        reason = _misplaced(space)
+        if reason:
+            return reason
     for space in (space for space in spaces if space.kind == "expert"):
         if not any(_are_alike(space, known) for known in experts):
             return f"the experts of space {space.name!r} are not those of the model"
@@ -60,6 +64,24 @@ def untraced(
         ]
         if is_cut_right(without):
             return f"it sets the attribute {attribute}, which does not count these units"
+    return ""
+
+
+def _misplaced(space: UnitSpace) -> str:
+    """Why a space has parts that its kind does not have; "" if it has none.
+
+    A residual block owns whole tensors of modules that are replaced, and counts nothing.
+    """
+    if (space.replaced and space.kind != "block") or (space.norms and space.kind != "stream"):
+        return f"space {space.name!r} of kind {space.kind} replaces modules or rescales norms"
+    if space.kind != "block":
+        return ""
+    inside = tuple(f"{part.module}." for part in space.replaced)
+    whole = all(
+        part.dim == 0 and part.owner[0] >= 0 and (part.owner == part.owner[0]).all() for part in space.slices
+    )
+    if space.counts or not whole or not all(part.tensor.startswith(inside) for part in space.slices):
+        return f"space {space.name!r} of kind block owns more than whole tensors of its blocks"
     return ""
 
 

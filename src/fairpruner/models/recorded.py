@@ -17,7 +17,8 @@ from fairpruner.core.fields import field, listed, mapped, real, text, whole
 from fairpruner.core.sealed import Json
 from fairpruner.errors import FairprunerError, unknown
 
-MOST_NUMBERS = 2**26  # in a drawn input; a batch of 400 images of 224 × 224
+MOST_NUMBERS = 2**24  # in a drawn input; a batch of 100 images of 224 × 224
+MOST_SIDES = 16
 PLAIN = (bool, int, float, str, type(None))
 TYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -68,7 +69,11 @@ def _numbers(recorded: Any) -> int:
     parts = mapped(recorded, "the recorded example")
     if "shape" in parts:
         sides = listed(parts["shape"], "the shape of an example")
-        return math.prod(whole(side, "a side of an example", at_most=MOST_NUMBERS) for side in sides[:16])
+        if len(sides) > MOST_SIDES:
+            raise FairprunerError(
+                f"The recorded example has {len(sides)} sides, expected at most {MOST_SIDES}."
+            )
+        return math.prod(whole(side, "a side of an example", at_most=MOST_NUMBERS) for side in sides)
     inner = parts.get("tuple") or parts.get("list") or list((parts.get("mapping") or {}).values())
     return sum(_numbers(part) for part in inner)
 
