@@ -45,7 +45,7 @@ from fairpruner.evaluation.tasks import find_files
 NAME = "llm"
 SHARES, DRAWS = (0.2, 0.1, 0.3, 0.5), 3
 CALIBRATED, TESTED = 16, 12  # windows
-EFFORT = 30  # forward passes over the data, of `fp.prune`
+EFFORT = 14  # forward passes over the data, of `fp.prune`
 ITEMS = 40  # of each task
 FOLDER = Path.home() / ".cache" / "fairpruner" / "smollm2"
 SIGNALS = ["surgeon", "reconstruction", "saliency", "activation"]
