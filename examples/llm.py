@@ -17,7 +17,7 @@ from fairpruner.evaluation import check_text_unseen, perplexity, read_tokens
 from fairpruner.inputs import pretrained, tokenizer_of
 
 LENGTH = 512  # tokens of a window
-WINDOWS = 16  # of calibration text, each of them full
+WINDOWS = 16  # of calibration text, each of them full, from all parts of it
 
 
 def main(place: str, calibration: str, held_out: str, keep: str = "0.8") -> None:
@@ -27,8 +27,10 @@ def main(place: str, calibration: str, held_out: str, keep: str = "0.8") -> None
     judge = read_tokens(held_out, tokenizer)
     print("full:", perplexity(model, judge, length=LENGTH))
 
-    tokens = read_tokens(calibration, tokenizer)[: WINDOWS * LENGTH]
-    data = [{"input_ids": window[None]} for window in tokens.split(LENGTH) if len(window) == LENGTH]
+    tokens = read_tokens(calibration, tokenizer)
+    windows = [window for window in tokens.split(LENGTH) if len(window) == LENGTH]
+    step = max(1, len(windows) // WINDOWS)
+    data = [{"input_ids": window[None]} for window in windows[::step][:WINDOWS]]
     spaces = fp.discover(model, model.dummy_inputs, kinds=["hidden", "head"])
     scores = fp.score(model, data, spaces=spaces, removal="surgeon")
     plan = fp.allocate(scores, keep=fp.Budget("inner_params", float(keep)), rule="global", exact=True)

@@ -240,7 +240,7 @@ def test_experts_are_refitted_and_other_units_sequentially() -> None:
     assert search.methods(fp.Plan.removing(spaces, {})) == ()
 
 
-def test_texts_try_surgeon_first_and_are_repaired_from_sums_before_sequential() -> None:
+def test_texts_try_surgeon_first_and_are_repaired_from_sums() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4
@@ -248,8 +248,8 @@ def test_texts_try_surgeon_first_and_are_repaired_from_sums_before_sequential() 
     model = transformers.LlamaForCausalLM(config).eval()
     data = [{"input_ids": torch.randint(32, (1, 16))} for _ in range(5)]
     _, plan = fp.prune(model, data, keep=fp.Budget("inner_params", 0.8), effort=14)
-    assert [trial.repair for trial in plan.tried].count("least_squares+sequential") == 1
-    assert {trial.repair for trial in plan.tried} == {"least_squares", "least_squares+sequential"}
+    assert len(plan.tried) > 3
+    assert {trial.repair for trial in plan.tried if "tune" not in trial.repair} == {"least_squares"}
     _, plan = fp.prune(model, data, keep=fp.Budget("inner_params", 0.8), effort=1)
     (trial,) = plan.tried
     assert (trial.removal, trial.rule) == ("surgeon", "global")
