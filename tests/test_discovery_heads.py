@@ -93,6 +93,17 @@ class ByWidth(nn.Module):
         return self.proj(attended.transpose(1, 2).reshape(B, N, C))
 
 
+class Interleaved(ByWidth):
+    """The first numbers of all heads come first in the output projection, then the second, as in NesT."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, N, C = x.shape
+        qkv = self.qkv(x).reshape(B, N, 3, self.num_heads, C // self.num_heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        attended = (q @ k.mT).softmax(-1) @ v  # [batch, heads, tokens, width of one]
+        return self.proj(attended.permute(0, 2, 3, 1).reshape(B, N, C))
+
+
 class ByChannels(nn.Module):
     """The same over maps: [batch, channels, height, width]."""
 
@@ -136,6 +147,7 @@ TOKENS = torch.randn(2, 5, 6, dtype=torch.float64)
         ByHeadNum(("head_num", "size_per_head")),
         Grouped(),
         ByWidth(),
+        Interleaved(),
         BiasForEachHead(),
     ],
     ids=lambda block: type(block).__name__,

@@ -195,7 +195,8 @@ def common_path(paths: Sequence[str]) -> str:
 def _heads(space: UnitSpace, value: int) -> Ints | None:
     """The unit of each of `value` heads; -1 for heads of other spaces. None if no tensor has so many.
 
-    A head is a run of equal owners along a dimension of a tensor. Every unit has the same number of heads.
+    A head is mostly a run of equal owners along a dimension of a tensor. Every unit has the same number of
+    heads.
     """
     for part in space.slices if value > 0 else ():
         runs = part.owner.reshape(value, -1) if part.owner.size % value == 0 else None  # [heads, width]
@@ -203,6 +204,9 @@ def _heads(space: UnitSpace, value: int) -> Ints | None:
             heads = np.bincount(runs[runs[:, 0] >= 0, 0], minlength=space.size)
             if (heads == heads[0]).all():
                 return runs[:, 0]
+    whole = all((part.owner >= 0).all() for part in space.slices)
+    if value == space.size or (whole and value > 0 and value % space.size == 0):
+        return np.repeat(np.arange(space.size), value // space.size)  # the heads lie between each other
     return None
 
 
