@@ -225,8 +225,13 @@ def test_what_was_scored_on_is_not_evaluated_on(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(f"short\n{passage}\n")
     with pytest.raises(fp.FairprunerError, match="1 of the 1 long texts"):
         check_text_unseen(tmp_path / "text.txt", texts)
+    plain = tmp_path / "calibration.txt"
+    plain.write_text(f"short\n{passage}\n")
+    with pytest.raises(fp.FairprunerError, match="1 of the 1 long texts"):
+        check_text_unseen(tmp_path / "text.txt", plain)
     (tmp_path / "text.txt").write_text("short\n")
     check_text_unseen(tmp_path / "text.txt", texts)
+    check_text_unseen(tmp_path / "text.txt", plain)
 
 
 def test_files_are_found_and_read_in_every_form(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from fairpruner.errors import FairprunerError
 from fairpruner.inputs.text import Row, read_rows
@@ -36,14 +37,13 @@ def check_unseen(
 
 
 def check_text_unseen(path: str | Path, calibration: str | Path) -> None:
-    """Raise if a text file contains a long passage of the calibration file."""
+    """Raise if a text file contains a long passage of the calibration file: a text of its rows, or a line."""
     text = Path(path).read_bytes().decode("utf-8")
-    passages = [
-        value
-        for row in read_rows(Path(calibration))
-        for value in row.values()
-        if isinstance(value, str) and len(value) >= LONG
-    ]
+    if Path(calibration).suffix == ".txt":
+        values: list[Any] = Path(calibration).read_bytes().decode("utf-8").splitlines()
+    else:
+        values = [value for row in read_rows(Path(calibration)) for value in row.values()]
+    passages = [value for value in values if isinstance(value, str) and len(value) >= LONG]
     known = sum(passage in text for passage in passages)
     if known:
         raise FairprunerError(
