@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import hashlib
 import json
 import multiprocessing
@@ -86,7 +87,6 @@ def examine(path: str, folder: Path) -> dict[str, Any]:
     }
     row["left_out"] = Counter(_short(reason) for reason in spaces.left_out.values() if reason != OUTPUT)
     plan = fp.Plan.removing(spaces, _some_units(spaces))
-    small = fp.cut(model, plan)
     row["kept"] = {name: plan.predicted[name] / plan.original[name] for name in ("flops", "params")}
     for draw in range(DRAWS):  # a detector may find nothing with some random weights
         found = _difference(model, plan, inputs, functools.partial(_drawn, draw))
@@ -95,6 +95,7 @@ def examine(path: str, folder: Path) -> dict[str, Any]:
     row["difference"], row["tremor"], row["precision"] = found
     if not row["tremor"] <= CHAOS:  # such outputs prove nothing, nor do outputs that are not finite
         row["difference"], row["tremor"], row["precision"] = _difference(model, plan, inputs, _initial)
+    small = fp.cut(model, plan)
     predicted = [plan.predicted["params"], plan.predicted["flops"]]
     counted = [fp.count_params(small), fp.count_flops(small, inputs)]
     row["predicted"], row["counted"] = predicted, counted
@@ -155,6 +156,7 @@ def _difference(model: Any, plan: Any, inputs: Any, weights: Any) -> tuple[float
         except (RuntimeError, TypeError, ValueError):  # it runs in float32 alone, or is too large
             if dtype is torch.float32:
                 raise
+            gc.collect()  # the failed copy
             continue
         small = _outputs(cut_units(model, plan.spaces, plan.removed, weights=changed).eval(), cast)
         precision = "partly float32" if rounding.seen else str(dtype).removeprefix("torch.")
