@@ -182,6 +182,7 @@ def _rank(folder: Path, rank: int, port: int) -> None:
         {**best.state_dict(), **plain_weights, **numbers, "draw": draws[0]},
         folder / f"rank{rank}.safetensors",
     )
+    torch.distributed.barrier()  # with torch 2.7, destroying the group may hang if the other process is ahead
     torch.distributed.destroy_process_group()
 
 
