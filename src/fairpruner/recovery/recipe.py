@@ -36,7 +36,8 @@ SCHEDULES: dict[str, Schedule] = {
 }
 # precision of products -> accelerate's name of it
 PRECISIONS = {"auto": "", "float32": "no", "bfloat16": "bf16"}
-# For a few epochs with a teacher; docs/benchmarks.md has what they reach.
+# For a few epochs with a teacher. On a ResNet-20, a rate of 0.02 helped with 2,000 images and with 40,000.
+# A rate of 0.05 helped more with 40,000 images, but did harm with 2,000.
 SHORT: dict[str, Any] = {"distillation": 0.9, "precision": "auto"}
 WITH_BATCH_NORMS: dict[str, Any] = {"learning_rate": 0.02, "weight_decay": 5e-4}
 WITHOUT: dict[str, Any] = {"optimizer": "adamw", "learning_rate": 2e-4, "weight_decay": 0.05}
