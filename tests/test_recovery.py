@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -552,17 +552,22 @@ def test_processes_get_batches_in_turn() -> None:
     assert [len(list(shard(loader, rank, 2, even=True))) for rank in (0, 1)] == [3, 3]
 
 
+class Spy(nn.Linear):
+    """Notes the types of its outputs."""
+
+    seen: ClassVar[list[torch.dtype]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        self.seen.append(out.dtype)
+        return out
+
+
 def test_mixed_precision_leaves_a_plain_model(monkeypatch: pytest.MonkeyPatch) -> None:
     states = (AcceleratorState, PartialState, GradientState)
     kept = [dict(state._shared_state) for state in states]
-    seen = []
-
-    class Spy(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            out = super().forward(x)
-            seen.append(out.dtype)
-            return out
-
+    seen = Spy.seen
+    seen.clear()
     try:
         for state in states:
             state._shared_state.clear()
@@ -578,13 +583,8 @@ def test_mixed_precision_leaves_a_plain_model(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_short_recipe_is_in_bfloat16_where_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-
-    class Spy(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            out = super().forward(x)
-            seen.append(out.dtype)
-            return out
+    seen = Spy.seen
+    seen.clear()
 
     def loss(output: Tensor, labels: Tensor) -> Tensor:
         assert output.dtype == torch.float32
