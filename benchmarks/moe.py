@@ -2,7 +2,7 @@
 
     pip install "fairpruner[hf,lm_eval,energy]"
     python benchmarks/moe.py --shared ../shared --limit 20       # the tiny Qwen2-MoE, over an hour
-    python benchmarks/moe.py --shared ../shared --only repair    # one part of: table, repair, costs, tasks
+    python benchmarks/moe.py --shared ../shared --only repair    # one part: table, constants, …
     python benchmarks/moe.py --table                             # only writes the tables of docs/moe.md
     python benchmarks/moe.py --shared ../shared --model Qwen/Qwen1.5-MoE-A2.7B-Chat --tasks wic,mmlu_pro
 
@@ -10,6 +10,7 @@
 calibration tokens, once with equally many tokens from each of the text's 10 domains, and once as the text
 comes.
 *repair*: what each step of a repair without training adds, with half of the experts removed.
+*constants*: removed experts that leave their mean outputs behind, compared with the other repairs of experts.
 *costs*: bytes, memory, prefill and decode latency, energy.
 *tasks*: the paper's tables: accuracy and parse rate of its two tasks, calibrated on their other split;
 `--tasks` runs only this part.
@@ -184,6 +185,39 @@ def measure_repair(bench: Bench, draws: int) -> Row:
     return {
         "full": bench.perplexity(bench.model),
         "rows": [{"step": step, **spread(values)} for step, values in found.items()],
+    }
+
+
+WAYS: dict[str, list[str]] = {
+    "the cut": [],
+    "router weights divided by their sum (`renormalise`)": ["renormalise"],
+    "kept and shared experts refitted (`experts`)": ["experts"],
+    "removed experts leave constants behind (`constants`)": ["constants"],
+    "constants, then refitted (`constants`, `experts`)": ["constants", "experts"],
+}
+SHARES = (0.25, 0.5)  # removed
+
+
+def measure_constants(bench: Bench, draws: int) -> Row:
+    """Perplexity after each way to repair, kept whatever the loss of the calibration data does."""
+    found: dict[tuple[str, float], list[float]] = {}
+    for seed in range(draws):
+        scores, data = bench.scores(seed), bench.draw(seed)
+        for removed, (way, methods) in itertools.product(SHARES, WAYS.items()):
+            plan = plan_for(scores, "reap", "global", removed)
+            small = fp.cut(bench.model, plan)
+            if methods:
+                small = fp.repair(
+                    small, bench.model, plan, data, method=methods, loss=lambda *_: torch.zeros(())
+                )
+            values = found.setdefault((way, removed), [])
+            values.append(bench.perplexity(small))
+            print(seed, removed, way, f"{values[-1]:.2f}", flush=True)
+    return {
+        "full": bench.perplexity(bench.model),
+        "rows": [
+            {"way": way, "removed": removed, **spread(values)} for (way, removed), values in found.items()
+        ],
     }
 
 
@@ -386,6 +420,16 @@ def show_repair(part: Row) -> list[str]:
     return [title, pages.table(["step", "perplexity", "times the full model's"], body)]
 
 
+def show_constants(part: Row) -> list[str]:
+    cells = {(row["way"], row["removed"]): cell(row, ".2f") for row in part["rows"]}
+    title = (
+        f"Ways to repair blocks of experts, `reap` with `global` ({part['draws']} draws of {part['tokens']:,}"
+        f" tokens, equally much of each domain; full model: {part['full']:.2f}):"
+    )
+    body = [[way, *(cells[way, removed] for removed in SHARES)] for way in WAYS]
+    return [title, pages.table(["", *(f"{removed:.0%} removed" for removed in SHARES)], body)]
+
+
 def show_costs(part: Row) -> list[str]:
     def amount(value: float) -> str:
         return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
@@ -446,7 +490,13 @@ def show_tasks(part: Row) -> list[str]:
     return [*shown, "</details>"]
 
 
-SHOWN = {"table": show_table, "repair": show_repair, "costs": show_costs, "tasks": show_tasks}
+SHOWN = {
+    "table": show_table,
+    "repair": show_repair,
+    "constants": show_constants,
+    "costs": show_costs,
+    "tasks": show_tasks,
+}
 
 
 def page() -> str:
@@ -485,9 +535,12 @@ def main() -> None:
             tasks = (options.tasks or ",".join(PROTOCOLS)).split(",")
             found = measure_tasks(options.shared, model, tasks, options.limit, options.tokens, options.device)
         else:
-            found = {"table": measure_table, "repair": measure_repair, "costs": measure_costs}[part](
-                bench, options.draws
-            )
+            found = {
+                "table": measure_table,
+                "repair": measure_repair,
+                "constants": measure_constants,
+                "costs": measure_costs,
+            }[part](bench, options.draws)
             found |= {"draws": options.draws, "tokens": options.tokens}
         results[part] = {"command": shlex.join(["python", *sys.argv]), **found}
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")

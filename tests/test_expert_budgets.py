@@ -12,7 +12,7 @@ import torch
 from checks import difference
 from hypothesis import given
 from hypothesis import strategies as st
-from moe_zoo import moe, plain_example, plain_moe, tokens
+from moe_zoo import TOP_K, moe, plain_example, plain_moe, tokens
 from torch import nn
 
 import fairpruner as fp
@@ -218,3 +218,32 @@ def test_hidden_units_inside_experts_go_by_widths_that_grouped_kernels_take() ->
     assert [space.multiple for space in remaining(plan, small) if space.name.endswith("experts")] == [4, 4]
     again = fp.Spaces.from_json(spaces.to_json())
     assert [space.multiple for space in again] == [space.multiple for space in spaces]
+
+
+@pytest.mark.parametrize("metric", ["params", "active_params"])
+@pytest.mark.parametrize("rule", ["tod", "uniform", "global"])
+def test_experts_and_the_hidden_units_inside_them_share_one_budget(metric: Any, rule: Any) -> None:
+    """A removed expert takes its hidden units with it: the predicted costs of both together are exact."""
+    model = moe("qwen2_moe", torch.float32, moe_intermediate_size=64)
+    spaces = fp.discover(model, tokens(), kinds=["expert", "hidden"])
+    spaces = spaces.without({s.name: "beside" for s in spaces if "shared" in s.name})
+    rng = np.random.default_rng(0)
+    removal, protection = ({s.name: rng.random(s.size) for s in spaces} for _ in range(2))
+    scores = fp.Scores(spaces, {"own": removal}, {"other": protection}, samples=1)
+    plan = fp.allocate(scores, keep=fp.Budget(metric, 0.7), rule=rule)
+    small: Any = fp.cut(model, plan)
+    for block in expert_blocks(model):
+        (inside,) = (s.name for s in spaces if s.kind == "hidden" and s.name.startswith(block.experts))
+        assert plan.removed[inside], plan  # of all experts of the block
+        kept = plan.kept[block.name], plan.kept[inside]
+        experts = small.get_submodule(block.experts)
+        assert experts.down_proj.shape == (kept[0], 32, kept[1])
+        assert experts.gate_up_proj.shape == (kept[0], 2 * kept[1], 32)
+    assert any(plan.removed[block.name] for block in expert_blocks(model))
+    assert plan.predicted["params"] == fp.count_params(small)
+    unused = sum(
+        (block.size - TOP_K) * 3 * 32 * small.get_submodule(block.experts).down_proj.shape[2]
+        for block in expert_blocks(small)
+    )
+    assert plan.predicted["active_params"] == fp.count_params(small) - unused
+    assert plan.share(metric) == pytest.approx(0.7, abs=0.06)

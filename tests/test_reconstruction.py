@@ -16,8 +16,10 @@ from torch import nn
 
 import fairpruner as fp
 from fairpruner.core.arrays import Floats
-from fairpruner.scoring.signals import Reconstruction
+from fairpruner.core.cost_model import CostModel
+from fairpruner.scoring.signals import Reconstruction, surgeon
 from fairpruner.scoring.signals import reconstruction as module
+from fairpruner.scoring.signals.base import Context
 from fairpruner.scoring.signals.reconstruction import greedy_errors
 
 
@@ -164,7 +166,26 @@ def test_an_indefinite_covariance_takes_more_damping() -> None:
     assert (np.diff(np.sort(errors)) > 0).all()
 
 
-def test_memory_is_bounded_by_more_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("spaces", [32, 1])
+def test_moments_held_at_once_are_those_of_the_largest_space_or_fewer(spaces: int) -> None:
+    many = [fp.UnitSpace(f"{number}", "hidden", 11_008, slices=()) for number in range(spaces)]
+    context = Context(nn.Identity(), fp.Spaces((), {}, CostModel((), (), ()), ""), "removal", 1, 0, True)
+    for most, matrices in ((module.MOST_NUMBERS, 1), (surgeon.MOST_NUMBERS, 2)):
+        groups = module.groups_within(most, many, matrices=matrices, context=context)
+        assert [space for group in groups for space in group] == many
+        assert max(matrices * 11_008**2 * len(group) for group in groups) <= max(most, matrices * 11_008**2)
+
+
+@pytest.mark.parametrize(
+    ("signal", "limited", "room"),
+    [
+        ("reconstruction", module, 12**2 + 5**2),  # 8 units alone, then 12 and 5
+        ("surgeon", surgeon, 2 * (12**2 + 5**2)),
+    ],
+)
+def test_memory_is_bounded_by_more_passes(
+    signal: str, limited: Any, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 5))
     net.append(nn.Linear(5, 3))
     data = [(torch.randn(20, 6), torch.arange(20) % 3) for _ in range(3)]
@@ -177,12 +198,12 @@ def test_memory_is_bounded_by_more_passes(monkeypatch: pytest.MonkeyPatch) -> No
         scores = fp.score(net, batches, spaces=spaces, removal=removal)
         return scores, sum(size == 20 for size in runs)
 
-    whole, passes = scored(data, ["reconstruction", "activation"])
-    monkeypatch.setattr(module, "MOST_NUMBERS", 12**2 + 5**2)  # 8 units alone, then 12 and 5
-    parts, more = scored(data, ["reconstruction", "activation"])
-    once, single = scored(iter(data), "reconstruction")  # which cannot be read again
+    whole, passes = scored(data, [signal, "activation"])
+    monkeypatch.setattr(limited, "MOST_NUMBERS", room)
+    parts, more = scored(data, [signal, "activation"])
+    once, single = scored(iter(data), signal)  # which cannot be read again
     assert (passes, more, single) == (3, 6, 3)
     for name in spaces.names:
-        for signal in ("reconstruction", "activation"):
-            assert np.array_equal(whole.removals[signal][name], parts.removals[signal][name])
+        for own in (signal, "activation"):
+            assert np.array_equal(whole.removals[own][name], parts.removals[own][name])
         assert np.array_equal(whole.removal[name], once.removal[name])

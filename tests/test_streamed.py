@@ -25,6 +25,7 @@ from fairpruner.evaluation import perplexity
 from fairpruner.inputs import walking
 from fairpruner.inputs.streamed import Streamed
 from fairpruner.repair import streamed as streamed_repair
+from fairpruner.scoring.signals import surgeon
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
@@ -87,6 +88,18 @@ def test_every_signal_scores_as_in_memory(
     options: dict[str, Any] = {"removal": removal, "protection": ROUTED.format(protection, others), "seed": 3}
     streamed = Streamed(f"hf:{folder}", work=tmp_path / "work")
     compare(scored(model, spaces, **options), scored(streamed, spaces, **options))
+
+
+@pytest.mark.parametrize("room", [1, surgeon.MOST_NUMBERS])  # a pass for each space, and one for all
+def test_surgeon_scores_as_in_memory(room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = saved_model("llama", tmp_path / "whole")
+    spaces = fp.discover(model, token_batches()[0])
+    options: dict[str, Any] = {"removal": ["surgeon", "activation"], "protection": "taylor"}
+    expected = scored(model, spaces, **options)
+    monkeypatch.setattr(surgeon, "MOST_NUMBERS", room)
+    streamed = Streamed(f"hf:{tmp_path / 'whole'}", work=tmp_path / "work")
+    compare(expected, scored(streamed, spaces, **options))
+    compare(expected, scored(model, spaces, **options))
 
 
 def test_classes_of_texts_are_compared_as_in_memory(tmp_path: Path) -> None:

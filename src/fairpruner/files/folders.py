@@ -26,7 +26,7 @@ from fairpruner.inputs.shard_index import INDEX, shard_files
 from fairpruner.inputs.sources import factory_of
 from fairpruner.inputs.weights import fits
 from fairpruner.models.counting import count_params
-from fairpruner.models.narrowing import kept_indices, laid_out_as, replaced_modules
+from fairpruner.models.narrowing import kept_indices, laid_out_as, lost_by, replaced_modules
 from fairpruner.models.supported import check_supported
 from fairpruner.models.torch_private import unsaved_buffers
 from fairpruner.surgery import cut
@@ -261,7 +261,7 @@ def _check_is_cut(model: nn.Module, plan: Plan) -> None:
     shapes |= {
         name: [len(module)] for name, module in model.named_modules() if isinstance(module, nn.ModuleList)
     }  # the number of experts in a list
-    expected = kept_indices(plan.spaces, plan.removed)
+    expected = kept_indices(lost_by(model, plan.spaces), plan.removed)
     gone = tuple(f"{part.module}." for part in replaced_modules(plan.spaces, plan.removed))
     lists = tuple(
         f"{name}."

@@ -29,9 +29,10 @@ from fairpruner.files.removed_layers import removed_modules
 from fairpruner.files.shrunk_config import EXPERTS, shrunk
 from fairpruner.inputs import pruned_modeling
 from fairpruner.inputs.hugging_face import auto_classes, is_source, local_file, place_of
-from fairpruner.models import removed
+from fairpruner.models import constant_experts, removed
 from fairpruner.models.attention import FEWER_HEADS
 from fairpruner.models.code_names import names_in_code
+from fairpruner.models.constant_experts import ConstantExperts
 from fairpruner.models.counts import IN_CONFIG
 from fairpruner.models.narrow_heads import NarrowHeads
 
@@ -101,11 +102,17 @@ def _write_code(small: Any, original: Any, config: Any, plan: Plan, folder: Path
 
 def _code() -> str:
     """The source of the modules that build a pruned model, as one file that needs no fairpruner."""
-    first, second = (Path(m.__file__ or "").read_text(encoding="utf-8") for m in (removed, pruned_modeling))
+    first, *others = (
+        Path(m.__file__ or "").read_text(encoding="utf-8")
+        for m in (removed, constant_experts, pruned_modeling)
+    )
     lines = [
-        line for line in second.splitlines() if not line.startswith(("from __future__", "from fairpruner"))
+        line
+        for other in others
+        for line in ["", "", *other.splitlines()]
+        if not line.startswith(("from __future__", "from fairpruner"))
     ]
-    return first + "\n\n" + "\n".join(lines) + "\n"
+    return first + "\n".join(lines) + "\n"
 
 
 ANYWHERE = """
@@ -118,8 +125,8 @@ WITH_CODE = """
 An ordinary configuration cannot describe this model: {obstacle}.
 `transformers` loads it with the code in `modeling_pruned.py`, without fairpruner:
 `{auto}.from_pretrained("path/to/this/folder", trust_remote_code=True)`.
-vLLM, SGLang and the converters of llama.cpp need blocks of equal sizes: a plan with `rule="uniform"` gives a
-folder that they can load.
+vLLM, SGLang and the converters of llama.cpp need an ordinary configuration: a plan with `rule="uniform"`, not
+repaired by `constants`, gives a folder that they can load.
 """
 
 NOWHERE = """
@@ -168,8 +175,8 @@ def _built(original: Any, config: Any) -> Any:
 def _differences(small: nn.Module, built: nn.Module, plan: Plan) -> dict[str, Any]:
     """How the cut model differs from one that was built from a configuration.
 
-    `tensors` has the shapes that differ, `modules` the attributes that differ, and `removed` the modules that
-    the cut replaced by modules without weights.
+    `tensors` has the shapes that differ, `modules` the attributes that differ, `removed` the modules that the
+    cut replaced by modules without weights, and `constants` the experts that left constants behind.
     """
     shapes = {name: list(tensor.shape) for name, tensor in built.state_dict().items()}
     tensors = {
@@ -177,14 +184,17 @@ def _differences(small: nn.Module, built: nn.Module, plan: Plan) -> dict[str, An
         for name, tensor in small.state_dict().items()
         if list(tensor.shape) != shapes.get(name)
     }
-    modules = _other_sizes(small, built, tensors, plan)
+    modules = _other_sizes(small, built, tensors.keys() & shapes.keys(), plan)
     if any(space.kind == "stream" and plan.removed[space.name] for space in plan.spaces):
         for path, module in small.named_modules():
             rescaled = _other_fractions(module, built.get_submodule(path))
             if rescaled:
                 modules.setdefault(path, {}).update(rescaled)
-    gone = removed_modules(small)
-    return {"tensors": tensors, "modules": modules, **({"removed": gone} if gone else {})}
+    rare = {
+        "removed": removed_modules(small),
+        "constants": [path for path, m in small.named_modules() if isinstance(m, ConstantExperts)],
+    }
+    return {"tensors": tensors, "modules": modules, **{name: found for name, found in rare.items() if found}}
 
 
 def _other_sizes(
@@ -273,6 +283,8 @@ def _obstacle(small: Any, original: Any, config: Any, plan: Plan) -> str | None:
     found = _differences(small, built, plan)
     for part in found.get("removed", ()):
         return f"the block {part['module']} is removed and the rest of its layer is kept"
+    for path in found.get("constants", ()):
+        return f"experts that were removed from {path} left constants behind"
     for name, shape in found["tensors"].items():
         nearest = built.state_dict().get(name)
         return (

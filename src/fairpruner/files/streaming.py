@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import safe_open
 
@@ -21,7 +20,7 @@ from fairpruner.files.shards import parse_size, write_shards
 from fairpruner.inputs.checkpoint_layout import ConvertedTensors, as_in_files, parts_of
 from fairpruner.inputs.checkpoint_tensors import check_is_plain, holders
 from fairpruner.inputs.hugging_face import PREFIX, architecture
-from fairpruner.models.narrowing import kept_indices
+from fairpruner.models.narrowing import kept_indices, narrowed
 from fairpruner.models.transformers_private import note_conversions, used_conversions
 from fairpruner.surgery import cut_without_weights
 
@@ -136,7 +135,7 @@ def _cut_part(
     mapped = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
     made = part.convert(model, ((pattern, tensors.pop(name)) for name, pattern in wanted))
     cut_down = {
-        name: _narrow(tensor, {dim: i for dim, i in kept.get(name, {}).items() if not (early and dim == 0)})
+        name: narrowed(tensor, {dim: i for dim, i in kept.get(name, {}).items() if not (early and dim == 0)})
         for name, tensor in made.items()
     }
     # A tensor that is a view would keep its whole file mapped until it is written.
@@ -144,9 +143,3 @@ def _cut_part(
         name: tensor.clone() if tensor.untyped_storage().data_ptr() in mapped else tensor.contiguous()
         for name, tensor in cut_down.items()
     }
-
-
-def _narrow(tensor: torch.Tensor, by_dim: Mapping[int, Ints]) -> torch.Tensor:
-    for dim, indices in by_dim.items():
-        tensor = tensor.index_select(dim, torch.from_numpy(np.ascontiguousarray(indices)))
-    return tensor

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from fairpruner.models.constant_experts import Constants, leave_constants
 from fairpruner.models.removed import remove
 
 
@@ -36,11 +37,16 @@ def pruned(original: Any) -> Any:
 def resize(model: Any, sizes: Any) -> None:
     """Give a model the sizes of a pruned one.
 
-    Modules in `sizes["removed"]` are replaced by modules without weights, tensors are shortened to the shapes
-    in `sizes["tensors"]`, and the attributes in `sizes["modules"]` are set.
+    Modules in `sizes["removed"]` are replaced by modules without weights, experts in `sizes["constants"]` get
+    constants for removed ones, tensors are shortened to the shapes in `sizes["tensors"]`, and the attributes
+    in `sizes["modules"]` are set.
     """
     for part in sizes.get("removed", ()):
         remove(model.get_submodule(part["module"]), part["by"], part["argument"], part["outputs"])
+    for path in sizes.get("constants", ()):
+        removed, width = sizes["tensors"][f"{path}.constants.values"]
+        (experts,) = sizes["tensors"][f"{path}.constants.number"]
+        leave_constants(model.get_submodule(path), Constants(experts, removed, width))
     missing = sizes["tensors"].keys() - model.state_dict().keys()
     if missing:
         raise ValueError(

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from fairpruner.models.constant_experts import ConstantExperts
 from fairpruner.models.torch_private import AnyConvolution
 from fairpruner.models.transformers_private import ONE_BY_ONE, experts_run_by
 
@@ -106,7 +107,9 @@ def _examined(model: nn.Module) -> dict[str, ExpertBlock | str]:
     found: dict[str, ExpertBlock | str] = {}
     for path, module in modules.items():
         parent, _, attribute = path.rpartition(".")
-        if "expert" in attribute.lower() and "shared" not in attribute.lower():
+        if isinstance(module, ConstantExperts):
+            found[parent or path] = "experts that were removed before left constants behind"
+        elif "expert" in attribute.lower() and "shared" not in attribute.lower():
             size = _listed(module) or _fused(module)
             router = _router(modules[parent], module, size) if size else None
             if router is not None:

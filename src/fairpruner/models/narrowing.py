@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from fairpruner.core.arrays import Ints
 from fairpruner.core.units import ROLES, Replacement, Slice, UnitSpace
 from fairpruner.errors import FairprunerError
 from fairpruner.models.attention import FEWER_HEADS
+from fairpruner.models.constant_experts import ConstantExperts
 from fairpruner.models.copying import deep_copy, is_plain
 from fairpruner.models.counts import set_count
 from fairpruner.models.removed import remove
@@ -44,6 +46,16 @@ def kept_indices(
     return keep
 
 
+def lost_by(small: nn.Module, spaces: Iterable[UnitSpace]) -> list[UnitSpace]:
+    """The spaces with only those slices that a cut model lost: beside constant experts, a router is whole."""
+    constant = tuple(f"{path}." for path, m in small.named_modules() if isinstance(m, ConstantExperts))
+    found = []
+    for space in spaces:
+        inside = tuple(part for part in space.slices if part.tensor.startswith(constant))
+        found.append(replace(space, slices=inside) if space.kind == "expert" and inside else space)
+    return found
+
+
 def replaced_modules(
     spaces: Iterable[UnitSpace], removed: Mapping[str, Iterable[int]]
 ) -> tuple[Replacement, ...]:
@@ -63,20 +75,13 @@ def cut_units(
 ) -> nn.Module:
     """`cut` for any units of any spaces; `weights` may change the model's tensors before they are cut."""
     keep = kept_indices(spaces, removed)
-
-    def narrow(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        tensor = weights(name, tensor)
-        for dim, indices in keep.get(name, {}).items():
-            tensor = tensor.index_select(dim, torch.from_numpy(indices).to(tensor.device))
-        return tensor
-
-    small = copy_with(model, narrow)
+    small = copy_with(model, lambda name, tensor: narrowed(weights(name, tensor), keep.get(name, {})))
     _set_counts(small, spaces, removed)
     for path, module in small.named_modules():
         # Also if all heads stay: torch's module does not accept a narrower input either.
         if type(module) in FEWER_HEADS and any(name.startswith(f"{path}.".lstrip(".")) for name in keep):
             module.__class__ = FEWER_HEADS[type(module)]
-    _update_attributes(model, small)
+    _update_attributes(_sizes_by_path(model), small)
     for space in spaces:
         rescale_norms(small, space, kept=space.size - _units(space, removed).size)
     for part in replaced_modules(spaces, removed):
@@ -85,6 +90,39 @@ def cut_units(
         if isinstance(module, nn.ModuleList) and path in keep:
             _shorten(module, keep[path][0])
     return small
+
+
+def restore_units(
+    small: nn.Module,
+    model: nn.Module,
+    spaces: Iterable[UnitSpace],
+    *,
+    removed: Mapping[str, Iterable[int]],
+    space: UnitSpace,
+    outside: str,
+) -> None:
+    """Undo, in place, what `cut_units` did for one space `outside` of the module at this path."""
+    keep = kept_indices(spaces, {name: units for name, units in removed.items() if name != space.name})
+    before, inside = _sizes_by_path(small), f"{outside}."
+    for name in dict.fromkeys(part.tensor for part in space.slices if not part.tensor.startswith(inside)):
+        path, _, attribute = name.rpartition(".")
+        held, tensor = small.get_submodule(path), getattr(model.get_submodule(path), attribute)
+        fresh = narrowed(tensor.detach(), keep.get(name, {})).clone()
+        if isinstance(tensor, nn.Parameter):
+            fresh = nn.Parameter(fresh, requires_grad=tensor.requires_grad)
+        setattr(held, attribute, fresh)
+    for count in space.counts:
+        if not f"{count.module}.".startswith(inside):
+            every = range(len(count.owner))
+            set_count(small.get_submodule(count.module), count.attribute, every, before=len(every))
+    _update_attributes(before, small)
+
+
+def narrowed(tensor: torch.Tensor, keep: Mapping[int, Ints]) -> torch.Tensor:
+    """The kept indices of a tensor along some dims."""
+    for dim, indices in keep.items():
+        tensor = tensor.index_select(dim, torch.from_numpy(indices).to(tensor.device))
+    return tensor
 
 
 def _set_counts(small: nn.Module, spaces: Iterable[UnitSpace], removed: Mapping[str, Iterable[int]]) -> None:
@@ -217,11 +255,10 @@ ATTRIBUTES: dict[str, str] = {
 }
 
 
-def _update_attributes(before: nn.Module, after: nn.Module) -> None:
+def _update_attributes(before: Mapping[str, Mapping[str, int]], after: nn.Module) -> None:
     """Update the size attributes, such as `out_channels`, of every module whose weight changed."""
-    old_modules = dict(before.named_modules())
     for name, module in after.named_modules():
-        old, new = _sizes(old_modules[name]), _sizes(module)
+        old, new = before[name], _sizes(module)
         for attribute, side in ATTRIBUTES.items():
             if side not in old or old[side] == new[side]:
                 continue
@@ -230,6 +267,10 @@ def _update_attributes(before: nn.Module, after: nn.Module) -> None:
                 setattr(module, attribute, new[side])
             elif value == (old[side],):
                 setattr(module, attribute, (new[side],))
+
+
+def _sizes_by_path(model: nn.Module) -> dict[str, dict[str, int]]:
+    return {path: _sizes(module) for path, module in model.named_modules()}
 
 
 def _sizes(module: nn.Module) -> dict[str, int]:

@@ -18,14 +18,14 @@ from fairpruner.models.calling import evaluating
 from fairpruner.models.copying import deep_copy
 from fairpruner.models.devices import device_of_model
 from fairpruner.models.fingerprint import check_same_model
-from fairpruner.models.narrowing import replaced_modules
+from fairpruner.models.narrowing import kept_indices, lost_by, replaced_modules
 from fairpruner.models.supported import check_supported
 from fairpruner.repair.job import Job, compared, first_batch, would_raise_loss
 from fairpruner.repair.methods import METHODS
 from fairpruner.repair.notes import Note, Repaired
 from fairpruner.repair.statistics import Statistics
 from fairpruner.repair.streamed import cut_files
-from fairpruner.repair.tensors import kept_by_dim, tensors_by_name
+from fairpruner.repair.tensors import tensors_by_name
 from fairpruner.terminal.progress import progress
 
 __all__ = ["METHODS", "Note", "Repaired", "Statistics", "cut_files", "repair", "repair_with_notes"]
@@ -49,6 +49,7 @@ def repair(
     - `least_squares` predicts this contribution from the kept units.
     - `sequential` refits every weight in the order of the forward pass.
     - `merge` moves kept experts towards removed ones.
+    - `constants` lets removed experts of transformers models leave their mean outputs behind.
     - `experts` refits the last matrices of the kept experts, and of a shared expert, of each block.
     - `renormalise` lets routers divide the weights of a token's experts by their sum.
     - `batchnorm` estimates running statistics again.
@@ -100,8 +101,9 @@ def repair_with_notes(
                 notes += found
             else:
                 notes.append(would_raise_loss(name, least, after))
-    for before, module in zip(small.modules(), best.modules(), strict=True):
-        module.training = before.training
+    modes = {path: module.training for path, module in small.named_modules()}
+    for path, module in best.named_modules():
+        module.training = modes.get(path, small.training)  # constants of experts are new modules
     return Repaired(best, tuple(notes))
 
 
@@ -128,19 +130,18 @@ def _check_cut(small: nn.Module, model: nn.Module, plan: Plan) -> None:
     check_same_model(
         model, plan.spaces.fingerprint, "The plan belongs", step="Give the model that was scored."
     )
-    kept, found = kept_by_dim(plan), tensors_by_name(small)
+    kept, found = kept_indices(lost_by(small, plan.spaces), plan.removed), tensors_by_name(small)
     gone = tuple(f"{part.module}." for part in replaced_modules(plan.spaces, plan.removed))
     lists = tuple(
         f"{name}."
         for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and (name, 0) in kept
+        if isinstance(module, nn.ModuleList) and name in kept
     )
     for name, tensor in tensors_by_name(model).items():
         if name.startswith((*lists, *gone)):
             continue  # the modules of a shortened list have new numbers; a removed block has no tensors
-        expected = [
-            len(kept[name, dim]) if (name, dim) in kept else size for dim, size in enumerate(tensor.shape)
-        ]
+        left = kept.get(name, {})
+        expected = [len(left[dim]) if dim in left else size for dim, size in enumerate(tensor.shape)]
         shape = list(found[name].shape) if name in found else None
         if shape != expected:
             raise FairprunerError(

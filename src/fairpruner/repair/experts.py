@@ -44,8 +44,13 @@ def refit_experts(job: Job) -> list[Note]:
     """Refit every block of experts in the cut model from the first that lost some onwards."""
     plan = job.plan
     lost = {space.name for space in plan.spaces if space.kind == "expert" and plan.removed[space.name]}
-    blocks = dropwhile(lambda block: block.name not in lost, expert_blocks(job.small))
-    notes = [_refit_block(job, block) for block in blocks]
+    blocks = dropwhile(lambda block: block.name not in lost, expert_blocks(job.model))
+    present = {path for path, _ in job.small.named_modules()}  # a removed layer has no experts
+    notes = [
+        _refit_block(job, replace(block, size=plan.kept.get(block.name, block.size)))
+        for block in blocks
+        if block.experts in present
+    ]
     return notes or [Note("experts", "skipped", NO_EXPERTS)]
 
 
@@ -194,6 +199,7 @@ class _LastMatrices:
             none = torch.zeros(0, dtype=torch.int64, device=missing.device)
             return _Features(none, none, missing.new_zeros(0, 0), 0, tails), missing
         ours = (router.expert >= part.experts.start) & (router.expert < part.experts.stop)
+        ours &= router.weight != 0  # a removed expert with a constant is a second call of expert 0, weight 0
         values = router.inner[ours] * router.weight[ours, None]
         expert = router.expert[ours] - part.experts.start
         return _Features(router.token[ours], expert, values, len(part.experts), tails), missing

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from fairpruner.repair.batchnorm import reestimate
+from fairpruner.repair.constants import replace_by_constants
 from fairpruner.repair.experts import refit_experts
 from fairpruner.repair.job import Job
 from fairpruner.repair.least_squares import predict_removed
@@ -21,6 +22,7 @@ METHODS: dict[str, Callable[[Job], list[Note]]] = {
     **{name: partial(predict_removed, judge=judge) for name, judge in JUDGES.items()},
     "sequential": refit,
     "merge": merge_experts,
+    "constants": replace_by_constants,
     "experts": refit_experts,
     "renormalise": renormalise,
     "batchnorm": reestimate,

@@ -132,7 +132,7 @@ class Calibration:
 
     def step(self, batch: Batch, half: int, signals: Sequence[RunningSignal]) -> None:
         """Show one batch to all signals."""
-        info = BatchInfo(batch.predicted_tokens() if self._objective.on_tokens else batch.size, half)
+        info = self._info(batch, half)
         residual = self._demand.any_of("blocks")
         if self._demand.needs_backward or self._watched.observed or self._watched.blocks or residual:
             observed = self._forward(batch, signals, info)
@@ -151,9 +151,16 @@ class Calibration:
             for running in signals:
                 running.accumulator.see_deletions(changes, info)
 
-    def show_activations(self, batch: Batch, half: int, signals: Sequence[RunningSignal]) -> None:
-        """Show only the activations of one batch, to signals that asked for them again."""
-        self._forward(batch, signals, BatchInfo(batch.size, half))
+    def show_again(self, batch: Batch, half: int, signals: Sequence[RunningSignal]) -> None:
+        """Show the activations of one batch, and slopes if one needs them, to signals that asked for it."""
+        info = self._info(batch, half)
+        observed = self._forward(batch, signals, info)
+        if any("slopes" in running.signal.needs for running in signals):
+            tallies = tallies_of(observed.routing, self._watched.blocks, batch)
+            self._backward(observed, tallies, batch, info=info, signals=signals)
+
+    def _info(self, batch: Batch, half: int) -> BatchInfo:
+        return BatchInfo(batch.predicted_tokens() if self._objective.on_tokens else batch.size, half)
 
     def _forward(self, batch: Batch, signals: Sequence[RunningSignal], info: BatchInfo) -> _ForwardPass:
         """Run the model on a batch and show the activations to the signals."""

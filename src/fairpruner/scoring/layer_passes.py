@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
@@ -18,6 +19,7 @@ from fairpruner.scoring.layer_signals import LayerSignals, ScoringJob
 from fairpruner.scoring.preparing import distinct
 
 GRADIENT = "gradient"
+Slope = Callable[[int], Tensor]  # the index of a batch -> the gradient of the loss for a stream
 
 
 def score_forward(job: ScoringJob) -> None:
@@ -43,13 +45,15 @@ def score_backward(job: ScoringJob) -> None:
         if not _done(job, layer):
             signals = LayerSignals(job, layer, lowest=lowest)
 
-            def slope(index: int, layer: int = layer, signals: LayerSignals = signals) -> Tensor:
-                above = torch.from_numpy(walk.folder.read(stage(GRADIENT, layer + 1), index))
-                return signals.backward(index, above)
+            def above(index: int, layer: int = layer) -> Tensor:
+                return torch.from_numpy(walk.folder.read(stage(GRADIENT, layer + 1), index))
+
+            def below(index: int, signals: LayerSignals = signals, above: Slope = above) -> Tensor:
+                return signals.backward(index, above(index))
 
             title = f"backward, layer {layer + 1} of {last}"
-            walk.write(stage(GRADIENT, layer), title, slope, range(1, len(walk.batches)))
-            signals.finish()
+            walk.write(stage(GRADIENT, layer), title, below, range(1, len(walk.batches)))
+            signals.finish(above)
         _drop(job, layer, stage(ORIGINAL, layer + 1), stage(GRADIENT, layer + 1))
 
 

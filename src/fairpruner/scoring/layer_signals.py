@@ -7,7 +7,8 @@ derivatives are those of the whole model's loss.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -145,20 +146,29 @@ class LayerSignals:
         return slope.new_zeros(0) if passed.below is None else passed.below
 
     def _step(self, batch: Batch, index: int) -> None:
+        with self._observed():
+            self._calibration.step(batch, self._job.halves[index - 1], self._signals)
+
+    @contextmanager
+    def _observed(self) -> Iterator[None]:
         with (
             in_eval_mode(self._model),
             torch.enable_grad(),
             only_gradients_of(self._model, self._calibration.weights),
         ):
-            self._calibration.step(batch, self._job.halves[index - 1], self._signals)
+            yield
 
-    def finish(self) -> None:
-        """Show batches again to signals that ask for it, and keep the results."""
+    def finish(self, above: Callable[[int], Tensor] | None = None) -> None:
+        """Show batches again to signals that ask for it, and keep the results.
+
+        `above` gives the gradient for what the layer returns in a batch, if gradients are needed.
+        """
         asking = asking_again(self._signals, self._job.processes, rereadable=True)
         while asking:
             for index, half in enumerate(self._job.halves, start=1):
-                with in_eval_mode(self._model):
-                    self._calibration.show_activations(self._batch(index), half, asking)
+                self._objective.passed.slope = None if above is None else above(index)
+                with self._observed():
+                    self._calibration.show_again(self._batch(index), half, asking)
             asking = asking_again(asking, self._job.processes, rereadable=True)
         results = {side: results_of(of_side) for side, of_side in self._running.items()}
         keep_results(self._job.walk.folder, stage(RESULT, self._layer), results, self._hidden)

@@ -132,7 +132,7 @@ def _passes(
     asking = asking_again(signals, processes, rereadable)
     while asking:
         with progress("scoring, once more", data) as advance:
-            _pass(calibration.show_activations, processes.share(read()), asking, advance)
+            _pass(calibration.show_again, processes.share(read()), asking, advance)
         asking = asking_again(asking, processes, rereadable)
     return samples
 

@@ -113,7 +113,10 @@ class Accumulator:
         """Add what this signal accumulated in the other processes of a job, so that all hold the same."""
 
     def asks_again(self) -> bool:
-        """Whether all activations are to be shown once more; asked after each pass over rereadable data."""
+        """Whether all activations and slopes are to be shown once more.
+
+        It is asked after each pass over data that can be read again.
+        """
         return False
 
     def result(self) -> Result:

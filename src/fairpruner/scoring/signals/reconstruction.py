@@ -25,6 +25,7 @@ updates A and G and drops the rows of the units that are gone.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -72,7 +73,7 @@ class _ReconstructionAccumulator(Accumulator):
 
     def __init__(self, context: Context, parts: int) -> None:
         self._context, self._parts = context, parts
-        self._groups = _groups(context.spaces, parts) if context.rereadable else [list(context.spaces)]
+        self._groups = groups_within(MOST_NUMBERS, context.spaces, matrices=parts, context=context)
         self._result = Result({}, {})
         self._begin()
 
@@ -113,13 +114,18 @@ class _ReconstructionAccumulator(Accumulator):
         self._result = Result(scores, halves)
 
 
-def _groups(spaces: Spaces, parts: int) -> list[list[UnitSpace]]:
-    """The spaces in order, in groups whose moments hold at most MOST_NUMBERS, or a single space."""
+def groups_within(
+    most: int, spaces: Iterable[UnitSpace], *, matrices: int, context: Context
+) -> list[list[UnitSpace]]:
+    """The spaces in order, in groups whose moments hold at most so many numbers, or a single space.
+
+    A space has so many `matrices` of moments. All spaces are one group if the data cannot be shown again.
+    """
     groups: list[list[UnitSpace]] = [[]]
     held = 0
     for space in spaces:
-        numbers = parts * (space.size * unit_width(space)) ** 2
-        if groups[-1] and held + numbers > MOST_NUMBERS:
+        numbers = matrices * (space.size * unit_width(space)) ** 2
+        if groups[-1] and held + numbers > most and context.rereadable:
             groups.append([])
             held = 0
         groups[-1].append(space)
@@ -181,8 +187,10 @@ def unit_flops(space: UnitSpace, spaces: Spaces) -> int:
 
 def unit_width(space: UnitSpace) -> int:
     """The number of rows of a unit where it is observed: a head has its size, other units have one."""
+    if space.kind != "head":
+        return 1
     owner = space.observed.owner
-    return int(np.bincount(owner[owner >= 0]).max()) if space.kind == "head" else 1
+    return int(np.bincount(owner[owner >= 0]).max())
 
 
 def reading_gram(space: UnitSpace, model: nn.Module, width: int) -> Tensor:

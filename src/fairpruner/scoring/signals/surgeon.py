@@ -35,7 +35,11 @@ from fairpruner.scoring.signals.base import (
     Result,
     Signal,
 )
-from fairpruner.scoring.signals.reconstruction import CovarianceSums, greedy_errors
+from fairpruner.scoring.signals.reconstruction import CovarianceSums, greedy_errors, groups_within
+
+# In the moments that are held at once; each pass over the data fills as many. One space of 11,008 hidden
+# units has nearly as many.
+MOST_NUMBERS = 2**28
 
 
 @dataclass(frozen=True)
@@ -54,22 +58,33 @@ class Surgeon(Signal):
 
 
 class _SurgeonAccumulator(Accumulator):
+    """Scores spaces one group after the other; the moments of a group are held during one pass."""
+
     def __init__(self, context: Context) -> None:
         self._context = context
         dense = [space for space in context.spaces if space.kind in DENSE]
-        self._read = {space.name: CovarianceSums(space, 1) for space in dense}
-        self._felt = {space.name: CovarianceSums(space, 1) for space in dense}
-        self._blocks = {s.name: torch.zeros(s.size, dtype=torch.float64) for s in context.spaces}
+        self._groups = groups_within(MOST_NUMBERS, dense, matrices=2, context=context)
+        self._scores: dict[str, Floats] = {}
+        self._begin()
+
+    def _begin(self) -> None:
+        """Take the next group of spaces; what is not of a space is summed anew in every pass."""
+        self._read = {space.name: CovarianceSums(space, 1) for space in self._groups[0]}
+        self._felt = {space.name: CovarianceSums(space, 1) for space in self._groups[0]}
+        blocks = (space for space in self._context.spaces if space.kind == "block")
+        self._blocks = {space.name: torch.zeros(space.size, dtype=torch.float64) for space in blocks}
         self._samples = np.zeros(1)  # whose losses were summed
 
     def see_activation(self, space: UnitSpace, activation: Tensor, labels: Tensor | None) -> None:
-        self._read[space.name].update(activation)
+        if space.name in self._read:
+            self._read[space.name].update(activation)
 
     def see_gradients(self, gradients: object, info: BatchInfo) -> None:
         self._samples += info.samples
 
     def see_slope(self, space: UnitSpace, slope: Tensor, info: BatchInfo) -> None:
-        self._felt[space.name].update(slope)
+        if space.name in self._felt:
+            self._felt[space.name].update(slope)
 
     def see_block_slope(
         self, space: UnitSpace, unit: int, pair: tuple[Tensor, Tensor], info: BatchInfo
@@ -84,21 +99,34 @@ class _SurgeonAccumulator(Accumulator):
         self._blocks = {name: processes.summed(sums) for name, sums in self._blocks.items()}
         self._samples = np.sum(processes.gathered(self._samples), axis=0)
 
+    def asks_again(self) -> bool:
+        if len(self._groups) < 2:
+            return False
+        self._score_group()
+        self._begin()
+        return True
+
     def result(self) -> Result:
-        spaces, samples = self._context.spaces, max(float(self._samples[0]), 1.0)
-        scores = {}
-        for space in spaces:
-            saved = _flops_of_units(space, spaces)
-            if space.kind == "block":
-                scores[space.name] = self._blocks[space.name].numpy() / samples / saved
-                continue
+        self._score_group()
+        spaces = self._context.spaces
+        for name, changes in self._blocks.items():
+            saved = _flops_of_units(spaces[name], spaces)
+            self._scores[name] = changes.numpy() / self._sample_count / saved
+        return Result({space.name: self._scores[space.name] for space in spaces})
+
+    @property
+    def _sample_count(self) -> float:
+        return max(float(self._samples[0]), 1.0)
+
+    def _score_group(self) -> None:
+        for space in self._groups.pop(0):
             # Popped, so that a space's moments are freed once it is scored.
             read, felt = self._read.pop(space.name), self._felt.pop(space.name)
             variation = read.covariance((0,)) if _takes_offset(space, self._context.model) else read.second()
-            growth = felt.second() * (felt.rows / samples)  # summed over the places of a sample
+            growth = felt.second() * (felt.rows / self._sample_count)  # summed over the places of a sample
             totals = greedy_errors(variation, growth, space.size)
-            scores[space.name] = _increases(totals) / saved[0]
-        return Result(scores)
+            saved = _flops_of_units(space, self._context.spaces)
+            self._scores[space.name] = _increases(totals) / saved[0]
 
 
 def _flops_of_units(space: UnitSpace, spaces: Spaces) -> Floats:
