@@ -215,7 +215,7 @@ def test_blocks_streams_and_experts_over_two_devices() -> None:
                 ours, theirs = small(**example).logits, fp.mask(model, plan)(**example).logits
             assert float((ours - theirs).abs().max()) < 1e-4, kind
         fp.score(model, texts, spaces=spaces, removal=["reap", "frequency", "soft_activation"])
-        for method in ("experts", "merge", "renormalise"):
+        for method in ("experts", "merge", "renormalise", "constants", ["constants", "experts"]):
             fp.repair(small, model, plan, texts, method=method)
 
 

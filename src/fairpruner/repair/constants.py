@@ -80,11 +80,10 @@ def _replace(job: Job, block: ExpertBlock, space: UnitSpace, means: Tensor) -> N
     beside = kept_indices(plan.spaces, plan.removed).get(f"{block.experts}.down_proj", {})
     if (stream := beside.get(2 if theirs.is_transposed else 1)) is not None:
         outputs = outputs[:, torch.from_numpy(stream)]  # channels of the residual stream were removed, too
-    constants = Constants(block.size, len(removed), outputs.shape[1]).to(ours.down_proj)
-    constants.values.copy_(outputs)
-    constants.number[torch.cat([torch.from_numpy(kept), removed])] = torch.arange(
-        block.size, device=constants.number.device
-    )
+    down = ours.down_proj
+    constants = Constants(block.size, len(removed), outputs.shape[1]).to(down.device, down.dtype)
+    constants.values.copy_(outputs.to(constants.values.dtype))
+    constants.number.copy_(torch.cat([torch.from_numpy(kept), removed]).argsort())
     restore_units(job.small, job.model, plan.spaces, removed=plan.removed, space=space, outside=block.experts)
     leave_constants(ours, constants)
     return Note(block.name, "repaired", f"{len(removed)} removed experts left their mean outputs behind")
