@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -173,13 +174,33 @@ def test_recovery_trains_on_its_own_data() -> None:
     short = fp.Recipe.short_for(model)
     expected = fairpruner.pipeline.recover(fp.cut(model, plan), other, epochs=1, teacher=model, recipe=short)
     assert same(small, expected)
+    seeded, _ = prune(
+        model, data, alpha=0.1, recover_epochs=1, train=other, options={"recover": {"recipe": {"seed": 1}}}
+    )
+    expected = fairpruner.pipeline.recover(
+        fp.cut(model, plan), other, epochs=1, teacher=model, recipe=replace(short, seed=1)
+    )
+    assert same(seeded, expected)
     paper, _ = prune(model, data, alpha=0.1, recover_epochs=1, train=other, preset="paper")
     assert same(paper, fairpruner.pipeline.recover(fp.cut(model, plan), other, epochs=1))
+
+
+def test_a_searched_and_repaired_model_is_matched_with_the_original() -> None:
+    model, data = mlp(), some_data()
+    budget = fp.Budget("units", 0.5)
+    small, _ = prune(model, data, keep=budget)
+    found, _ = prune(model, data, keep=budget, recover_epochs=1)
+    near = fp.Recipe.short_for(model, near=True)
+    assert same(found, fairpruner.pipeline.recover(small, data, epochs=1, teacher=model, recipe=near))
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
+        (
+            {"alpha": 0.1, "recover_epochs": 1, "options": {"recover": {"recipe": {"sed": 1}}}},
+            "Unknown setting of a recipe 'sed': did you mean 'seed'",
+        ),
         ({}, "either a tolerance or a budget, found alpha=None and keep=None"),
         ({"alpha": 0.1, "keep": fp.Budget("flops", 0.5)}, "either a tolerance or a budget"),
         ({"alpha": 1.5}, "Alpha is 1.5"),

@@ -33,13 +33,15 @@ from torch.utils.data import DataLoader, TensorDataset
 import fairpruner as fp
 import fairpruner.recovery.launch
 import fairpruner.recovery.training
+from fairpruner.inputs.activations import BlockOutputs
 from fairpruner.inputs.batches import Batch
 from fairpruner.recovery import recover
 from fairpruner.recovery.averaging import ema_of
 from fairpruner.recovery.checkpoints import FILE
 from fairpruner.recovery.data import shard, steps_of
 from fairpruner.recovery.history import Epoch
-from fairpruner.recovery.recipe import SCHEDULES, Recipe, training_loss
+from fairpruner.recovery.loss import training_loss
+from fairpruner.recovery.recipe import SCHEDULES, Recipe
 
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -607,8 +609,73 @@ def test_the_short_recipe_is_in_bfloat16_where_that_is_faster(monkeypatch: pytes
 
 
 def test_the_short_recipe_suits_the_model() -> None:
-    assert Recipe.short_for(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))).optimizer == "sgd"
-    assert Recipe.short_for(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))).optimizer == "adamw"
+    convolutional = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    transformer = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+    assert Recipe.short_for(convolutional).optimizer == "sgd"
+    assert Recipe.short_for(transformer).optimizer == "adamw"
+    rates = [Recipe.short_for(net, near=True).learning_rate for net in (convolutional, transformer)]
+    assert rates == [1e-3, 1e-4]
+
+
+# ── matching ────────────────────────────────────────────────────────────────────────────────────
+
+
+class Nested(nn.Module):
+    """A block, and the model around it: both outputs are matched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.head = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6)), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.relu(self.block(x)))
+
+
+MATCHING = Recipe(optimizer="adamw", learning_rate=0.01, distillation=0.0, matching=1.0)
+
+
+def test_matching_by_hand() -> None:
+    net, teacher = Nested().eval(), Nested().eval()
+    batch = Batch(torch.randn(8, 4), torch.zeros(8).long(), 0)
+    with BlockOutputs(net, ["", "block"]) as outputs:
+        output = net(batch.inputs)
+    recipe = Recipe(distillation=0.0, matching=0.75)
+    loss = training_loss(recipe, output, batch, teacher, outputs.taken()).detach()
+    pairs = (
+        (output, teacher(batch.inputs)),
+        (net.block(batch.inputs), teacher.block(batch.inputs)),
+    )
+    errors = torch.stack([(mine - theirs).square().sum() / theirs.square().sum() for mine, theirs in pairs])
+    expected = 0.25 * F.cross_entropy(output, batch.labels) + 0.75 * errors.mean()
+    torch.testing.assert_close(loss, expected.detach())
+
+
+def test_matching_leads_to_the_teachers_blocks_and_needs_no_labels() -> None:
+    net, teacher = Nested(), Nested()
+    with torch.no_grad():
+        net.block[1].running_mean.uniform_(-1, 1)
+    inputs = torch.randn(320, 4)
+    found = recover(net, list(inputs.split(32)), epochs=40, teacher=teacher, recipe=MATCHING)
+
+    @torch.no_grad()
+    def distance(model: nn.Module) -> float:
+        mine, theirs = model.eval().block(inputs), teacher.eval().block(inputs)
+        return float((mine - theirs).square().mean())
+
+    assert distance(found) < 0.02 * distance(net)
+    for name in ("running_mean", "running_var", "num_batches_tracked"):  # the statistics are kept
+        assert torch.equal(getattr(found.block[1], name), getattr(net.block[1], name)), name
+
+
+def test_matching_leaves_out_blocks_of_another_width() -> None:
+    net, teacher = Nested(), Nested()
+    teacher.block, teacher.head = nn.Sequential(nn.Linear(4, 9), nn.BatchNorm1d(9)), nn.Linear(9, 3)
+    found = recover(net, some_data(), epochs=30, teacher=teacher, recipe=MATCHING)
+    x = torch.cat([x for x, _ in some_data()])
+    before, after = ((model.eval()(x) - teacher.eval()(x)).square().mean() for model in (net, found))
+    assert after < 0.2 * before
+    with pytest.raises(fp.FairprunerError, match="No block of the teacher gives tensors of the same shape"):
+        recover(net, some_data(), epochs=1, teacher=nn.Linear(4, 5), recipe=MATCHING)
 
 
 # ── wrong input ─────────────────────────────────────────────────────────────────────────────────
@@ -626,6 +693,8 @@ def test_the_short_recipe_suits_the_model() -> None:
         ({"label_smoothing": 1.0}, r"label_smoothing=1.0, expected a share in \[0, 1\)"),
         ({"ema": 1.0}, "ema=1.0, expected a decay"),
         ({"distillation": "half"}, "distillation='half'"),
+        ({"distillation": 0.5, "matching": 0.75}, "expected a sum of at most 1"),
+        ({"matching": -0.1}, "matching=-0.1, expected a share"),
         ({"temperature": 0.0}, "temperature=0.0"),
         ({"seed": 0.5}, "seed=0.5, expected a whole number"),
         ({"checkpoint_every": 0}, "checkpoint_every=0"),

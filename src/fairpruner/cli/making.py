@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from torch import nn
 from torch.utils.data import DataLoader
 
 import fairpruner as fp
@@ -279,7 +278,10 @@ def prune(
             "discover": {"kinds": optional_names(kinds), "skip": skip or ()},
             "score": {"removal": removal, "protection": protection, "seed": data_options.seed},
             "recover": {
-                "recipe": _recipe(net, preset, learning_rate, data_options.seed),
+                "recipe": {
+                    "seed": data_options.seed,
+                    **({} if learning_rate is None else {"learning_rate": learning_rate}),
+                },
                 "folder": checkpoints,
             },
         },
@@ -302,13 +304,6 @@ def demo(
         check_output(output / name, kind, force=force)
     torch.set_num_threads(1)  # for such small tensors, more threads are slower
     show(show_demo(run_demo(output, force=force), str(output)), as_json)
-
-
-def _recipe(net: nn.Module, preset: str, learning_rate: float | None, seed: int) -> fp.Recipe:
-    """The recipe of a preset, with the seed and, if given, the learning rate."""
-    recipe = fp.Recipe() if preset == "paper" else fp.Recipe.short_for(net)
-    rate = recipe.learning_rate if learning_rate is None else learning_rate
-    return replace(recipe, seed=seed, learning_rate=rate)
 
 
 def _for_training(batches: Iterable[Any], augment: str | None) -> Iterable[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from fairpruner.pipeline.search import (
     SEARCHED_RULES,
     Search,
     choose,
+    is_stream,
     make_candidates,
     useful_removals,
 )
@@ -82,9 +83,11 @@ def prune(
     With several rounds, or with a tolerance, each round uses the paper's signals and rule, or those in
     `options`. With R rounds, each round keeps the R-th root of the budget's share. A tolerance holds in every
     round. `repair` names the methods that are applied after each cut. `recover_epochs` epochs are trained
-    after each cut on `train`, or on `data`. They use `Recipe.short_for(model)`, and the original model is the
-    teacher; with `preset="paper"` they use the paper's recipe and no teacher. `options` are keyword arguments
-    of the stages: {"score": {"removal": "l1"}, "recover": {"recipe": Recipe(ema=0.99)}}.
+    after each cut on `train`, or on `data`. They use `Recipe.short_for`, and the original model is the
+    teacher; with `preset="paper"` they use the paper's recipe and no teacher.
+
+    `options` are keyword arguments of the stages: {"score": {"removal": "l1"}}. In {"recover": {"recipe":
+    {"seed": 1}}} the dict changes settings of the recipe; a `Recipe` there replaces it.
 
     >>> import torch
     >>> net = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
@@ -121,11 +124,16 @@ def prune(
                 small = repair_cut(small, current, plan, data, method=methods, **options["repair"])
         spaces = remaining(plan, small)
         if recover_epochs:
+            near = searching and not any(plan.removed[s.name] for s in plan.spaces if is_stream(s))
+            recipe = Recipe() if preset == "paper" else Recipe.short_for(small, near=near)
             small = recover(
                 small,
                 train if train is not None else data,
                 epochs=recover_epochs,
-                **{**_training(model, preset), **_of_round(done, options["recover"])},
+                **{
+                    "teacher": None if preset == "paper" else model,
+                    **_of_round(done, options["recover"], recipe),
+                },
             )
         current, whole = small, plan if whole is None else compose(whole, plan)
     assert whole is not None  # there is at least one round
@@ -160,15 +168,17 @@ def _searched(
     return choose(model, data, candidates, replace(search, loss=objective.loss, task=task))
 
 
-def _training(model: nn.Module, preset: str) -> dict[str, Any]:
-    """The arguments of `recover` for a preset."""
-    return {"teacher": model, "recipe": Recipe.short_for(model)} if preset == "best" else {}
+def _of_round(number: int, options: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
+    """The options of `recover`, with this recipe and a separate folder for the checkpoints of each round.
 
-
-def _of_round(number: int, options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The options of `recover`, with a separate folder for the checkpoints of each round."""
-    folder = options.get("folder")
-    return options if folder is None else {**options, "folder": Path(folder) / f"round-{number}"}
+    A recipe in the options replaces this one, and a mapping changes settings of it.
+    """
+    given, folder = options.get("recipe", {}), options.get("folder")
+    return {
+        **options,
+        "recipe": replace(recipe, **given) if isinstance(given, Mapping) else given,
+        "folder": None if folder is None else Path(folder) / f"round-{number}",
+    }
 
 
 def _share_of(keep: Budget, so_far: Plan, done: float) -> Budget:
@@ -228,4 +238,10 @@ def _checked(options: Options) -> Options:
         for name in given:
             if name not in known:
                 raise unknown(f"option of {stage}", name, known)
+    recipe = options.get("recover", {}).get("recipe")
+    if isinstance(recipe, Mapping):
+        known = [field.name for field in fields(Recipe)]
+        for name in recipe:
+            if name not in known:
+                raise unknown("setting of a recipe", name, known)
     return {stage: options.get(stage, {}) for stage in STAGES}

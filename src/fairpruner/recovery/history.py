@@ -49,6 +49,7 @@ class Tally:
         logits, labels = logits_of(output), batch.labels
         if (
             logits is not None
+            and labels is not None
             and logits.ndim == 2
             and labels.shape == logits.shape[:1]
             and not labels.is_floating_point()

@@ -16,6 +16,7 @@ from torch import nn
 from fairpruner.core.reading import understanding
 from fairpruner.core.sealed import Json
 from fairpruner.errors import FairprunerError, check_whole_number
+from fairpruner.inputs.activations import BlockOutputs, blocks_in_common
 from fairpruner.inputs.batches import Batch, check_rereadable, forward, no_samples
 from fairpruner.inputs.losses import mean_loss
 from fairpruner.inputs.workers import naming_dead_workers
@@ -24,6 +25,7 @@ from fairpruner.models.devices import device_of_model, devices_of_model
 from fairpruner.models.narrowing import copy_with
 from fairpruner.models.randomness import random_state_kept
 from fairpruner.models.supported import check_has_numbers
+from fairpruner.models.torch_private import AnyBatchNorm
 from fairpruner.recovery.averaging import ema_of
 from fairpruner.recovery.checkpoints import FILE, identity, load_checkpoint, save_checkpoint
 from fairpruner.recovery.data import COMPUTING, epoch_batches, reseed, shard, steps_of
@@ -37,8 +39,9 @@ from fairpruner.recovery.launch import (
     precision_of,
     summed,
 )
+from fairpruner.recovery.loss import training_loss
 from fairpruner.recovery.progress import ShowProgress, training_bar
-from fairpruner.recovery.recipe import Recipe, training_loss
+from fairpruner.recovery.recipe import Recipe
 from fairpruner.recovery.state import TrainingState
 
 if TYPE_CHECKING:
@@ -114,6 +117,8 @@ class _Training:
         net = placed(deep_copy(small), accelerator)
         average = ema_of(net, recipe.ema) if recipe.ema else None
         optimizer = recipe.make_optimizer(net)
+        # Their outputs are matched with the teacher's.
+        self.blocks = blocks_in_common(net, teacher) if teacher is not None and recipe.matching else []
         self.device = device_of_model(net)
         self.precision = precision_of(recipe.precision, accelerator, net)
         self.rates = [group["lr"] for group in optimizer.param_groups]
@@ -197,11 +202,13 @@ class _Training:
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * self._factor(state.position)
         self.model.train()
+        if self.blocks:
+            _keep_statistics(self.state.net)
         try:
             with self.accelerator.accumulate(self.model):
-                with self._autocast():
+                with self._autocast(), BlockOutputs(self.state.net, self.blocks) as outputs:
                     output = self._forward(self.model, batch)
-                    loss = training_loss(self.recipe, output, batch, self.teacher)
+                    loss = training_loss(self.recipe, output, batch, self.teacher, outputs.taken())
                 self.accelerator.backward(loss)
                 self.optimizer.step()
                 self.optimizer.zero_grad()
@@ -300,3 +307,10 @@ class _Training:
         tally = self._total(self.state.tally)
         if self.accelerator.is_main_process:
             save_checkpoint(self.state.checkpoint(tally), self.folder, self.settings)
+
+
+def _keep_statistics(net: nn.Module) -> None:
+    """Let all batch norms use the statistics that they hold."""
+    for module in net.modules():
+        if isinstance(module, AnyBatchNorm):
+            module.eval()

@@ -8,13 +8,12 @@ these units. Targets are kept in memory as far as there is room, so that the ori
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from fairpruner.core.plan import Plan
+from fairpruner.inputs.activations import BlockOutputs, Outputs, blocks_in_common
 from fairpruner.inputs.batches import Batch, forward
 from fairpruner.inputs.tokens import real_tokens
 from fairpruner.models.calling import tensors_of
@@ -25,7 +24,6 @@ SAMPLES = 64  # that the models run on together, at most
 TOKENS = 2048  # the same for texts, whose logits take most memory
 MOST_HELD = 2**30  # bytes
 
-Outputs = dict[str, list[Tensor | None]]  # block -> its output tensors, call by call; None: not a target
 _Narrowed = tuple[int, Tensor] | None  # along which dim an output keeps which indices; None: it keeps all
 _Mark = tuple[tuple[tuple[int, ...], float], ...]
 
@@ -43,7 +41,7 @@ class Targets:
         self, small: nn.Module, model: nn.Module, plan: Plan, read: Callable[[], Iterator[Batch]]
     ) -> None:
         """`read` starts a new pass over the data; batches are recognised, so their order may change."""
-        self.blocks = _blocks(small, model)
+        self.blocks = blocks_in_common(small, model)
         self._model, self._kept = model, kept_by_dim(plan)
         self._narrowed: dict[tuple[str, int], _Narrowed] | None = None  # by block and number; None: not known
         self._held: dict[int, tuple[_Mark, Outputs]] = {}
@@ -171,49 +169,3 @@ def _joined(parts: Sequence[Outputs]) -> Outputs:
 def _mark(batch: Batch) -> _Mark:
     """A value by which the inputs of a batch are recognised in a later pass."""
     return tuple((tuple(t.shape), float(widened(t).sum())) for t in tensors_of(batch.inputs))
-
-
-def _blocks(small: nn.Module, model: nn.Module) -> list[str]:
-    """The paths of the modules that consist of others, the model itself first.
-
-    Modules inside a list that lost some are left out, because their numbers differ between the two models.
-    """
-    shortened = tuple(
-        f"{name}."
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList)
-        and len(module) != len(list(small.get_submodule(name).children()))
-    )
-    return [
-        name
-        for name, module in small.named_modules()
-        if not name.startswith(shortened) and (not name or any(True for _ in module.children()))
-    ]
-
-
-class BlockOutputs:
-    """Collects the output tensors of each block, call by call, until they are taken."""
-
-    def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:
-        self._blocks = {name: model.get_submodule(name) for name in blocks}
-        self._hooks: list[RemovableHandle] = []
-        self._seen: Outputs = {}
-
-    def __enter__(self) -> BlockOutputs:
-        self._hooks = [
-            module.register_forward_hook(
-                lambda module, args, output, name=name: self._seen.setdefault(name, []).extend(
-                    t for t in tensors_of(output) if t.is_floating_point()
-                )
-            )
-            for name, module in self._blocks.items()
-        ]
-        return self
-
-    def __exit__(self, *failure: Any) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-    def taken(self) -> Outputs:
-        seen, self._seen = self._seen, {}
-        return seen

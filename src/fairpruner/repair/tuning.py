@@ -13,12 +13,12 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from fairpruner.inputs.activations import BlockOutputs, relative_error
 from fairpruner.inputs.batches import Batch, forward
-from fairpruner.inputs.tokens import counted_rows, real_tokens
+from fairpruner.inputs.tokens import real_tokens
 from fairpruner.repair.notes import Note
-from fairpruner.repair.targets import BlockOutputs, Outputs, Targets, together
+from fairpruner.repair.targets import Targets, together
 
 EPOCHS = 10
 RATE = 1e-3  # of Adam at the start; it falls to zero along a cosine
@@ -41,7 +41,7 @@ def tune(
         for batch, chosen in _parts(read, epochs):
             part = batch.some(chosen)
             forward(small, part)
-            loss = _error(given.taken(), targets.of(batch, chosen), part)
+            loss = relative_error(given.taken(), targets.of(batch, chosen), part)
             if loss is None:
                 return [Note("tune", "skipped", "no block gives tensors of the original's shape")]
             for group in optimizer.param_groups:
@@ -65,30 +65,6 @@ def _parts(read: Callable[[], Iterator[Batch]], epochs: int) -> Iterator[tuple[B
             seed = torch.Generator().manual_seed(1_000_003 * epoch + batch.position)
             for chosen in torch.randperm(batch.size, generator=seed).split(together(batch)):
                 yield batch, chosen
-
-
-def _error(given: Outputs, wanted: Outputs, batch: Batch) -> Tensor | None:
-    """The mean relative squared error of all tensors that have the same shape in both models."""
-    pairs = {
-        id(mine): (name, mine, theirs)
-        for name, tensors in given.items()
-        for mine, theirs in zip(tensors, wanted.get(name, []), strict=False)
-        if mine is not None and theirs is not None and mine.shape == theirs.shape and mine.requires_grad
-    }  # a block inside another may give the very same tensor
-    terms = [_relative(mine, theirs, batch, name) for name, mine, theirs in pairs.values()]
-    # A model over several devices has terms on each of them.
-    return torch.stack([term.to(terms[0].device) for term in terms]).mean() if terms else None
-
-
-def _relative(mine: Tensor, theirs: Tensor, batch: Batch, block: str) -> Tensor:
-    """The squared error of a tensor divided by the square of its target; the padding of texts is left out."""
-    if mine.ndim >= 3:
-        rows = counted_rows(mine.shape[0] * mine.shape[1], batch.inputs, block).to(mine.device)
-        if len(rows) < mine.shape[0] * mine.shape[1]:
-            mine, theirs = mine.flatten(0, 1)[rows], theirs.flatten(0, 1)[rows]
-    power = torch.linalg.vector_norm(theirs).square() / theirs.numel()
-    error: Tensor = F.mse_loss(mine, theirs) / power.clamp_min(torch.finfo(theirs.dtype).tiny)
-    return error
 
 
 @contextmanager
