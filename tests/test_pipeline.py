@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fairpruner as fp
@@ -185,13 +185,34 @@ def test_recovery_trains_on_its_own_data() -> None:
     assert same(paper, fairpruner.pipeline.recover(fp.cut(model, plan), other, epochs=1))
 
 
-def test_a_searched_and_repaired_model_is_matched_with_the_original() -> None:
-    model, data = mlp(), some_data()
+class Residual(nn.Module):
+    """Blocks whose outputs keep their shapes when hidden units go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6)) for _ in range(4)
+        )
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("residual", [True, False])
+def test_a_searched_model_is_matched_if_its_blocks_kept_their_shapes(
+    residual: bool,
+) -> None:
+    model = Residual() if residual else nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    data = [(torch.randn(32, 6), torch.arange(32) % 3) for _ in range(4)]
+    options: dict[str, Any] = {"discover": {"kinds": ["hidden"]}} if residual else {}
     budget = fp.Budget("units", 0.5)
-    small, _ = prune(model, data, keep=budget)
-    found, _ = prune(model, data, keep=budget, recover_epochs=1)
-    near = fp.Recipe.short_for(model, near=True)
-    assert same(found, fairpruner.pipeline.recover(small, data, epochs=1, teacher=model, recipe=near))
+    small, _ = prune(model, data, keep=budget, options=options)
+    found, _ = prune(model, data, keep=budget, options=options, recover_epochs=1)
+    recipe = fp.Recipe.short_for(model, near=residual)
+    assert same(found, fairpruner.pipeline.recover(small, data, epochs=1, teacher=model, recipe=recipe))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from fairpruner.inputs.batches import Batch
+from fairpruner.inputs.batches import Batch, forward
 from fairpruner.inputs.tokens import counted_rows
 from fairpruner.models.calling import tensors_of
 from fairpruner.models.precision import wide_dtype
@@ -68,17 +68,33 @@ class BlockOutputs:
         return seen
 
 
+def number_in_common(small: nn.Module, model: nn.Module, batch: Batch) -> int:
+    """How many outputs of blocks have the same shape in both models."""
+    outputs = []
+    for net in (small, model):
+        with torch.no_grad(), BlockOutputs(net, blocks_in_common(small, model)) as given:
+            forward(net, batch)
+        outputs.append(given.taken())
+    return len(_pairs(*outputs))
+
+
 def relative_error(given: Outputs, wanted: Outputs, batch: Batch) -> Tensor | None:
     """The mean relative squared error of all tensors that have the same shape in both models."""
-    pairs = {
+    pairs = [pair for pair in _pairs(given, wanted) if pair[1].requires_grad]
+    terms = [_relative(mine, theirs, batch, name) for name, mine, theirs in pairs]
+    # A model over several devices has terms on each of them.
+    return torch.stack([term.to(terms[0].device) for term in terms]).mean() if terms else None
+
+
+def _pairs(given: Outputs, wanted: Outputs) -> list[tuple[str, Tensor, Tensor]]:
+    """Block, its output and the wanted one, where their shapes are the same."""
+    found = {
         id(mine): (name, mine, theirs)
         for name, tensors in given.items()
         for mine, theirs in zip(tensors, wanted.get(name, []), strict=False)
-        if mine is not None and theirs is not None and mine.shape == theirs.shape and mine.requires_grad
+        if mine is not None and theirs is not None and mine.shape == theirs.shape
     }  # a block inside another may give the very same tensor
-    terms = [_relative(mine, theirs, batch, name) for name, mine, theirs in pairs.values()]
-    # A model over several devices has terms on each of them.
-    return torch.stack([term.to(terms[0].device) for term in terms]).mean() if terms else None
+    return list(found.values())
 
 
 def _relative(mine: Tensor, theirs: Tensor, batch: Batch, block: str) -> Tensor:

@@ -18,6 +18,7 @@ from fairpruner.core.spaces import Spaces
 from fairpruner.core.tod import check_alpha
 from fairpruner.discovery import discover
 from fairpruner.errors import FairprunerError, check_whole_number, unknown
+from fairpruner.inputs.activations import number_in_common
 from fairpruner.inputs.batches import check_rereadable, read_batches
 from fairpruner.inputs.datasets import example_of
 from fairpruner.inputs.tokens import real_tokens
@@ -30,7 +31,6 @@ from fairpruner.pipeline.search import (
     SEARCHED_RULES,
     Search,
     choose,
-    is_stream,
     make_candidates,
     useful_removals,
 )
@@ -53,6 +53,7 @@ STAGES: dict[str, Callable[..., Any]] = {
 }
 OWN = {"spaces", "keep", "method", "epochs"}
 PRESETS = ("best", "paper")
+FEWEST_BLOCKS = 4  # whose outputs are matched in recovery: fewer say little more than the logits
 # (stage, option) that preset="paper" fixes.
 PAPER = (("score", "removal"), ("score", "protection"), ("allocate", "rule"))
 
@@ -124,16 +125,15 @@ def prune(
                 small = repair_cut(small, current, plan, data, method=methods, **options["repair"])
         spaces = remaining(plan, small)
         if recover_epochs:
-            near = searching and not any(plan.removed[s.name] for s in plan.spaces if is_stream(s))
-            recipe = Recipe() if preset == "paper" else Recipe.short_for(small, near=near)
+            learning = {}
+            if preset == "best":
+                near = searching and _match(small, model, data)
+                learning = {"teacher": model, "recipe": Recipe.short_for(small, near=near)}
             small = recover(
                 small,
                 train if train is not None else data,
                 epochs=recover_epochs,
-                **{
-                    "teacher": None if preset == "paper" else model,
-                    **_of_round(done, options["recover"], recipe),
-                },
+                **_of_round(done, learning, options["recover"]),
             )
         current, whole = small, plan if whole is None else compose(whole, plan)
     assert whole is not None  # there is at least one round
@@ -168,17 +168,24 @@ def _searched(
     return choose(model, data, candidates, replace(search, loss=objective.loss, task=task))
 
 
-def _of_round(number: int, options: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
-    """The options of `recover`, with this recipe and a separate folder for the checkpoints of each round.
+def _match(small: nn.Module, model: nn.Module, data: Iterable[Any]) -> bool:
+    """Whether enough blocks of the two models give outputs of the same shapes to be matched."""
+    batch = next(read_batches(data, device_of_model(model), model)).rows(0, 2)
+    with evaluating(small), evaluating(model):
+        return number_in_common(small, model, batch) >= FEWEST_BLOCKS
 
-    A recipe in the options replaces this one, and a mapping changes settings of it.
+
+def _of_round(number: int, learning: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `recover`: those of the options first, and for each round a folder of its own.
+
+    A mapping for the recipe changes settings of the one in `learning`, or of the paper's.
     """
-    given, folder = options.get("recipe", {}), options.get("folder")
-    return {
-        **options,
-        "recipe": replace(recipe, **given) if isinstance(given, Mapping) else given,
-        "folder": None if folder is None else Path(folder) / f"round-{number}",
-    }
+    found = {**learning, **options}
+    if isinstance(found.get("recipe"), Mapping):
+        found["recipe"] = replace(learning.get("recipe", Recipe()), **found["recipe"])
+    if found.get("folder") is not None:
+        found["folder"] = Path(found["folder"]) / f"round-{number}"
+    return found
 
 
 def _share_of(keep: Budget, so_far: Plan, done: float) -> Budget:

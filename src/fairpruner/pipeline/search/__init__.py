@@ -3,7 +3,6 @@
 from fairpruner.pipeline.search.candidates import (
     SEARCHED_RULES,
     Candidate,
-    is_stream,
     make_candidates,
     useful_removals,
 )
@@ -15,7 +14,6 @@ __all__ = [
     "Candidate",
     "Search",
     "choose",
-    "is_stream",
     "make_candidates",
     "useful_removals",
 ]
