@@ -19,7 +19,7 @@ USED_ELSEWHERE = "another operation than a product uses it too"
 class Note:
     """What happened to one weight, one block or one method.
 
-    `kept`: a repair was tried and did not help. `skipped`: no repair could be tried, or none was needed.
+    `kept`: a repair was tried and did not help. `skipped`: no repair could be tried.
     """
 
     subject: str

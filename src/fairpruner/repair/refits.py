@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +15,6 @@ from fairpruner.repair.weight_uses import WeightUse
 MOST_NUMBERS = 2**27  # in the sums of one half of the samples that are held at once, or one weight's
 MOST_OF_ONE = 2**28  # in the sums of a single weight
 TOO_LARGE = f"its sums hold more than {MOST_OF_ONE} numbers"
-SMALL_ERROR = 0.1  # of an output, as a share of its variance
-NEAR_ENOUGH = f"it lost no inputs, and its output is off by less than {SMALL_ERROR:g} of its variance"
 FEWER_ROWS = "it is applied to each unit of a space separately, and some of them were removed"
 
 
@@ -33,10 +31,8 @@ class RefitTarget:
 class Refit:
     """One weight of the cut model: its value after the cut, the sums so far, and its change so far."""
 
-    def __init__(
-        self, small: Mapping[str, Tensor], product: Product, use: WeightUse, *, lost_inputs: bool
-    ) -> None:
-        self._product, self._offset, self._lost_inputs = product.without_input(), use.offset, lost_inputs
+    def __init__(self, small: Mapping[str, Tensor], product: Product, use: WeightUse) -> None:
+        self._product, self._offset = product.without_input(), use.offset
         matrix = product.matrix(float64(product.weight.detach()))  # [G, c, taps, q]
         self._channels, self._taps = matrix.shape[1:3]
         self._before = Fit(
@@ -68,16 +64,6 @@ class Refit:
         """The part of the change that a running mean behind the output adds, [outputs]."""
         hidden = self._offset is not None and self._offset.sign < 0
         return (self._change if hidden else self._nothing).offset.flatten()
-
-    def leave_if_near(self, missing: Tensor, target: RefitTarget) -> bool:
-        """Whether the error of the unchanged weight, [rows, outputs], is too small to be worth a refit.
-
-        Only the first batch decides. A weight that lost inputs is always refitted.
-        """
-        small = missing.square().sum() < SMALL_ERROR * _variance(target.values)
-        if small and self._halves is None and not self._lost_inputs:
-            self.obstacle = NEAR_ENOUGH
-        return bool(self.obstacle)
 
     def add(self, features: Tensor, missing: Tensor, target: RefitTarget) -> None:
         """Add rows: features [G, rows, p], and the error of the unchanged weight, [rows, outputs]."""
@@ -111,16 +97,10 @@ def _applied(fit: Fit, features: Tensor) -> Tensor:
     return given.transpose(0, 1).flatten(1)
 
 
-def _variance(values: Tensor) -> Tensor:
-    """The squared distances of rows [rows, outputs] from their mean, summed."""
-    return (values - values.mean(0)).square().sum()
-
-
 class RefitGroup:
     """The weights that are refitted in one sweep; the first batch adds them until there is no more room."""
 
-    def __init__(self, lost_inputs: Collection[str]) -> None:
-        self._lost_inputs = lost_inputs  # the weights that read removed units
+    def __init__(self) -> None:
         self.refits: dict[str, Refit] = {}
         self.complete = False
         self._room = MOST_NUMBERS
@@ -130,7 +110,7 @@ class RefitGroup:
     ) -> Refit | None:
         """The refit of the weight that is called now; None if it is not refitted in this sweep."""
         if not self.complete and product.name not in self.refits:
-            new = Refit(small, product, use, lost_inputs=product.name in self._lost_inputs)
+            new = Refit(small, product, use)
             if product.places != target.places:
                 new.obstacle = FEWER_ROWS
             if new.obstacle:  # no sweep refits it; it only gets a note

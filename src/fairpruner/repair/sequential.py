@@ -17,9 +17,6 @@ Both operands of the addition are seen, (s ∘ y + t) and r. The scale s is the 
 channel with s = 0 cannot change z and asks for nothing. Example: y = 2, s = 3, t = 1 and r = 4 give z = 11.
 If the original has z* = 14, then d = (14 - 7 - 4) / 3 = 1, and indeed 3 · (2 + 1) + 1 + 4 = 14.
 
-**Weights that lost no inputs** only correct the error that is left of earlier cuts. Where that is small, they
-are left as they are: their sums are the larger part of the cost, and a refit gains nothing.
-
 **Removed blocks.** The weight that adds to a stream before a removed residual block is fitted to the
 original's stream behind that block: it takes over what the block added, as far as its features show.
 
@@ -150,7 +147,7 @@ def _obstacle(use: WeightUse) -> str:
 
 def _refit_group(job: Job, places: _Places) -> dict[str, Refit]:
     """Refit the first of these weights in one sweep, as many as there is room for."""
-    group, kept = RefitGroup(_that_lost_inputs(job.plan)), kept_by_dim(job.plan)
+    group, kept = RefitGroup(), kept_by_dim(job.plan)
     for count, (batch, last) in enumerate(_with_last(job.read()), start=1):
         original = _OriginalPass(job.model, places.original, kept, batch)
         with original:
@@ -275,10 +272,7 @@ class _CutPass(Interceptor):
             return product.run()
         features = widened(product.features(target.rows).flatten(2))  # [G, rows, p]
         if use.addition is None:
-            missing = target.values - refit.before(features)
-            if refit.leave_if_near(missing, target):
-                return product.run()
-            refit.add(features, missing, target)
+            refit.add(features, target.values - refit.before(features), target)
             if self._solve is not _Solve.LATER:
                 refit.solve(last=self._solve is _Solve.LAST)
             return product.run()
