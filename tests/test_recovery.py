@@ -617,6 +617,11 @@ def test_the_short_recipe_suits_the_model() -> None:
     assert rates == [1e-3, 1e-4]
 
 
+@pytest.mark.parametrize(("distillation", "matching"), [(0.9, 0.1), (0.7, 0.3), (0.0, 1.0), (1.0, 0.0)])
+def test_shares_that_sum_to_one_leave_nothing_for_labels(distillation: float, matching: float) -> None:
+    assert Recipe(distillation=distillation, matching=matching).label_weight == 0
+
+
 # ── matching ────────────────────────────────────────────────────────────────────────────────────
 
 
