@@ -207,12 +207,18 @@ def reestimated(model: nn.Module, data: Batches) -> nn.Module:
 def rows() -> list[Row]:
     """The rows of this benchmark, and those of others with the same images and budgets."""
     found = runs.stored("cifar_peers")
-    names = ("keep", "draw", "library", "way", "rule", "scope")
-    known = {tuple(row.get(name) for name in names) for row in found}
-    for row in (*_of_default(), *_of_signals()):
-        if row["keep"] in BUDGETS and tuple(row.get(name) for name in names) not in known:
-            found.append({**row, "library": "fairpruner"})
+    known = {named(row) for row in found}
+    for own in (*_of_default(), *_of_signals()):
+        row = {**own, "library": "fairpruner"}
+        if row["keep"] in BUDGETS and named(row) not in known:
+            known.add(named(row))
+            found.append(row)
     return found
+
+
+def named(row: Row) -> tuple[Any, ...]:
+    """What a row measures: no two rows of a table may be the same draw of the same way."""
+    return tuple(row.get(name) for name in ("keep", "draw", "library", "way", "rule", "scope"))
 
 
 def _of_default() -> Iterator[Row]:

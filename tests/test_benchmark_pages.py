@@ -52,6 +52,13 @@ def test_a_document_shows_what_the_results_give(name: str, document: Path) -> No
         assert pages.mark_of(module.page()) in pages.figure_of(name).read_text(encoding="utf-8")
 
 
+def test_no_draw_is_counted_twice_beside_the_peers() -> None:
+    """Rows of other benchmarks join the table only where it has no row of the same draw."""
+    cifar_peers = importlib.import_module("cifar_peers")
+    named = [cifar_peers.named(row) for row in cifar_peers.rows()]
+    assert len(named) == len(set(named))
+
+
 @pytest.mark.parametrize("name", [name for name, _ in SHOWN])
 def test_cases_are_distinct_and_a_quick_run_has_few(name: str) -> None:
     module = importlib.import_module(name)

@@ -510,6 +510,16 @@ def test_grouped_scores_are_those_of_the_group_labels() -> None:
     assert grouped.settings["groups"] == 2
 
 
+def test_labels_that_are_a_strided_view_are_grouped_without_a_warning() -> None:
+    model, spaces = build("mlp")
+    inputs, labels = samples("mlp", 12)
+    pairs = torch.stack([labels, labels], dim=1)
+    found = score(model, [(inputs, pairs[:, 0])], spaces=spaces, groups=2)
+    expected = score(model, [(inputs, labels)], spaces=spaces, groups=2)
+    for name in spaces.names:
+        np.testing.assert_array_equal(found.removal[name], expected.removal[name])
+
+
 def test_a_huge_class_index_takes_no_memory() -> None:
     """A table of all indices up to the label would take 8 GB."""
     model, spaces = build("mlp")

@@ -27,7 +27,7 @@ class ClassGroups:
     def __call__(self, labels: Tensor) -> Tensor:
         """Class indices replaced by group indices, [N]."""
         known, groups = (table.to(labels.device) for table in (self._classes, self._groups))
-        place = torch.searchsorted(known, labels).clamp(max=len(known) - 1)
+        place = torch.searchsorted(known, labels.contiguous()).clamp(max=len(known) - 1)
         new = known[place] != labels
         if new.any():
             raise FairprunerError(
