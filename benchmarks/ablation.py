@@ -4,7 +4,7 @@ The nets are trained here on all 50,000 images, AlexNet for 20 epochs and VGG-16
 bfloat16. They are kept in the cache of the user. At each tolerance, `wasserstein + ToD` and `random + ToD`
 make a plan; the `uniform` ways get the share of parameters that `wasserstein + ToD` keeps. `taylor` removes
 by the paper's protection score. Random removal has 20 seeds. Top-1 is measured after the cut and after
-sequential repair (random: of the first three seeds), with 2,000 calibration images and all 10,000 test images.
+sequential repair (random: of the first three seeds), with 2,000 calibration and all 10,000 test images.
 """
 
 from __future__ import annotations
