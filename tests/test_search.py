@@ -240,19 +240,42 @@ def test_experts_are_refitted_and_other_units_sequentially() -> None:
     assert search.methods(fp.Plan.removing(spaces, {})) == ()
 
 
-def test_texts_try_surgeon_first_and_are_repaired_from_sums() -> None:
+@pytest.fixture(scope="module")
+def texts() -> tuple[nn.Module, list[dict[str, Tensor]]]:
+    """A small Llama of random weights, and five texts."""
     transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4
     )
     model = transformers.LlamaForCausalLM(config).eval()
-    data = [{"input_ids": torch.randint(32, (1, 16))} for _ in range(5)]
+    return model, [{"input_ids": torch.randint(32, (1, 16))} for _ in range(5)]
+
+
+def test_texts_are_screened_from_sums_and_the_best_gets_both_repairs(texts: Any) -> None:
+    model, data = texts
     _, plan = fp.prune(model, data, keep=fp.Budget("inner_params", 0.8), effort=14)
-    assert len(plan.tried) > 3
-    assert {trial.repair for trial in plan.tried if "tune" not in trial.repair} == {"least_squares"}
+    repairs = [trial.repair for trial in plan.tried if "tune" not in trial.repair]
+    assert repairs.count("least_squares") > 3
+    assert repairs.count("least_squares+sequential") == len(repairs) - repairs.count("least_squares") == 1
+
+
+def test_little_effort_tries_all_kinds_of_a_text_model_together(texts: Any) -> None:
+    """Each kind alone cannot be the only candidate: heads alone are far worse than heads and hidden units."""
+    model, data = texts
     _, plan = fp.prune(model, data, keep=fp.Budget("inner_params", 0.8), effort=1)
     (trial,) = plan.tried
-    assert (trial.removal, trial.rule) == ("surgeon", "global")
+    assert (trial.removal, trial.rule, trial.spaces) == ("surgeon", "global", "all")
+
+
+def test_the_first_candidates_change_one_choice_of_the_most_promising(texts: Any) -> None:
+    model, data = texts
+    scores = fp.score(model, data, removal=["surgeon", "reconstruction"])
+    found = make_candidates(scores, fp.Budget("inner_params", 0.8), exact=True)
+    first, *others = [(c.removal, c.rule, c.spaces) for c in found]
+    assert first == ("surgeon", "global", "all")
+    assert all(sum(one != same for one, same in zip(other, first, strict=True)) == 1 for other in others[:3])
+    assert {spaces for _, _, spaces in others} > {"all"}
 
 
 def test_tuning_brings_unseen_samples_nearer_and_leaves_no_trace(digits: Any) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from fairpruner.allocation import allocate
@@ -16,6 +17,7 @@ from fairpruner.core.units import Kind, UnitSpace
 from fairpruner.errors import FairprunerError
 
 SEARCHED_RULES = ("global", "tod", "uniform")  # in our benchmarks, `global` was the best most often
+ALL = "all"  # the set of all spaces
 STREAM = 3  # a space that this many weights read is a residual stream, or a growing concatenation
 MOST_PAIRS = 2**27  # with more pairs of units in all spaces, `reconstruction` is too expensive
 
@@ -62,36 +64,41 @@ def _signal_of(kind: Kind, other: str, expert: str) -> str:
 def make_candidates(
     scores: Scores, keep: Budget, rules: Sequence[str] = SEARCHED_RULES, **limits: Any
 ) -> list[Candidate]:
-    """All distinct plans, the most promising first; `limits` are keyword arguments of `allocate`."""
+    """All distinct plans, the most promising first; `limits` are keyword arguments of `allocate`.
+
+    Signals, rules and sets of spaces are each sorted, so the sum of the three places sorts their combinations.
+    """
+    variants = _variants(scores)
+    places = product(range(len(variants)), range(len(scores.removals)), range(len(rules)))
+    removals = list(scores.removals)
     found: dict[tuple[tuple[int, ...], ...], Candidate] = {}
-    failures: list[FairprunerError] = []
-    for name, narrowed in _variants(scores):
-        for removal in scores.removals:
-            for rule in rules:
-                try:
-                    plan = allocate(
-                        narrowed.using(removal), keep=_narrowed(keep, narrowed, scores), rule=rule, **limits
-                    )
-                except FairprunerError as failure:  # this variant cannot reach the budget
-                    failures.append(failure)
-                    continue
-                key = tuple(tuple(sorted(plan.removed.get(space, ()))) for space in scores.spaces.names)
-                found.setdefault(key, Candidate(removal, rule, name, _over_all_spaces(plan, scores.spaces)))
+    failures: dict[str, FairprunerError] = {}
+    for variant, signal, rule in sorted(places, key=sum):
+        (name, narrowed), removal = variants[variant], removals[signal]
+        budget = _narrowed(keep, narrowed, scores)
+        try:
+            plan = allocate(narrowed.using(removal), keep=budget, rule=rules[rule], **limits)
+        except FairprunerError as failure:  # this variant cannot reach the budget
+            failures[name] = failure
+            continue
+        key = tuple(tuple(sorted(plan.removed.get(space, ()))) for space in scores.spaces.names)
+        over_all = _over_all_spaces(plan, scores.spaces)
+        found.setdefault(key, Candidate(removal, rules[rule], name, over_all))
     if not found:
-        raise failures[-1]  # the last variant has all spaces
+        raise failures[ALL]
     return list(found.values())
 
 
-def _variants(scores: Scores) -> Iterator[tuple[str, Scores]]:
-    """The sets of spaces that may lose units: all but the streams, each kind alone, and all."""
+def _variants(scores: Scores) -> list[tuple[str, Scores]]:
+    """The sets of spaces that may lose units: all but the streams, all, and each kind alone."""
     streams = [space.name for space in scores.spaces if is_stream(space)]
     kinds = list(dict.fromkeys(space.kind for space in scores.spaces))
+    found = [(ALL, scores)]
     if 0 < len(streams) < len(scores.spaces):
-        yield "without streams", scores.only(skip=streams)
+        found.insert(0, ("without streams", scores.only(skip=streams)))
     if len(kinds) > 1:
-        for kind in kinds:
-            yield f"only {kind}", scores.only(kinds=[kind])
-    yield "all", scores
+        found += [(f"only {kind}", scores.only(kinds=[kind])) for kind in kinds]
+    return found
 
 
 def is_stream(space: UnitSpace) -> bool:

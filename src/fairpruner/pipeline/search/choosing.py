@@ -65,9 +65,7 @@ class Search:
         kinds = {space.kind for space in plan.spaces if plan.removed[space.name]}
         dense = ["sequential"] if kinds - {"expert"} else []
         if dense and self.task == "language":
-            # On SmolLM2 `sequential` after it was once a little better and once a little worse.
-            # It is kept for what nothing else repairs.
-            dense = ["least_squares", *(["sequential"] if kinds & {"block", "stream"} else [])]
+            dense = ["least_squares", "sequential"]  # on SmolLM2 better than either alone
         return (*dense, *(["experts"] if "expert" in kinds else []))
 
     def passes(self, plan: Plan, shares: int = SHARES) -> float:
@@ -144,8 +142,8 @@ class _Bench:
         """The candidates of step 3, the best first; steps 1 and 2 may each use a third of the passes left."""
         if self.search.repair is None and can_screen(candidates):
             candidates = self._from_sums(candidates, self.left / 3)[:SEMIFINALISTS]
-            if all(self.search.methods(candidate.plan) == ("least_squares",) for candidate in candidates):
-                return list(candidates[:1])  # the sums already gave this repair
+            if all("least_squares" in self.search.methods(candidate.plan) for candidate in candidates):
+                return list(candidates[:1])  # the sums already gave this repair, from all samples
             shares = [FEW]
         else:
             shares = [SHARES // 2, SHARES // 4, SHARES // 8]
