@@ -1,10 +1,11 @@
 """How well a pruned language model still predicts text, beside the methods of others.
 
-A share of the parameters of SmolLM2-135M-Instruct outside of its embedding is removed. Perplexity, and the
-agreement of the most likely next token with the original's, are taken on 6,144 tokens of validation text, in
-windows of 512. The calibration text is 16 full windows of 512, drawn from training text. More text would
-improve the repairs; this much lets a row take minutes on one core. Rows of tasks have the accuracy on some
-items of WiC and MMLU-Pro. `data/language_models.py` of the shared folder makes the model (needs gguf).
+A share of the parameters of SmolLM2-135M-Instruct outside of its embedding is removed, and at one share of
+those of Gemma-3-270M. Perplexity, and the agreement of the most likely next token with the original's, are
+taken on 6,144 tokens of validation text, in windows of 512. The calibration text is 16 full windows of 512,
+drawn from training text. More text would improve the repairs; this much lets a row take minutes on one core.
+Rows of tasks have the accuracy on some items of WiC and MMLU-Pro. `data/language_models.py` of the shared
+folder makes the models (needs gguf).
 
 Methods of others (`llm_peers.py`), measured on the same text:
 
@@ -47,7 +48,8 @@ SHARES, DRAWS = (0.2, 0.1, 0.3, 0.5), 3
 CALIBRATED, TESTED = 16, 12  # windows
 EFFORT = 14  # forward passes over the data, of `fp.prune`
 ITEMS = 40  # of each task
-FOLDER = Path.home() / ".cache" / "fairpruner" / "smollm2"
+FOLDERS = Path.home() / ".cache" / "fairpruner"
+TITLES = {"smollm2": "SmolLM2-135M-Instruct", "gemma3": "Gemma-3-270M"}
 SIGNALS = ["surgeon", "reconstruction", "saliency", "activation"]
 PEER_SIGNALS = ["magnitude", peers.ElementTaylor()]
 Row = dict[str, Any]
@@ -134,25 +136,32 @@ FIRST = list(WAYS)[:8]
 
 
 def cases(quick: bool) -> Iterator[Row]:
-    """The rows of the first draw first, and of these the methods of others and the best of this package."""
+    """The methods of others and the best of this package; other signals and rules at one share, one draw."""
     if quick:
-        yield from ({"share": 0.2, "draw": 0, "way": way, "quick": True} for way in FIRST)
+        for way in FIRST:
+            yield {"model": "smollm2", "share": 0.2, "draw": 0, "way": way, "windows": 1, "quick": True}
         return
+    judged = {"model": "smollm2", "windows": TESTED}
     for draw in range(DRAWS):
-        for ways in (FIRST, [way for way in WAYS if way not in FIRST]):
-            for share in SHARES:
-                yield from ({"share": share, "draw": draw, "way": way} for way in ways)
-    yield from ({"share": 0.2, "draw": 0, "way": way, "items": ITEMS} for way in ["original", *FIRST])
+        for share in SHARES:
+            yield from ({**judged, "share": share, "draw": draw, "way": way} for way in FIRST)
+    at_one_share = {**judged, "share": 0.2, "draw": 0}
+    yield from ({**at_one_share, "way": way} for way in WAYS if way not in FIRST)
+    tried = {"model": "smollm2", "items": ITEMS, "share": 0.2, "draw": 0}
+    yield from ({**tried, "way": way} for way in ["original", *FIRST])
+    for way in FIRST:
+        if way != "SliceGPT":  # its layers here are those of a Llama
+            yield {**at_one_share, "way": way, "model": "gemma3"}
 
 
 @cache
-def setting(shared: Path, draw: int, quick: bool) -> Setting:
+def setting(model: str, shared: Path, draw: int, quick: bool) -> Setting:
     """The model, made if need be, and the text of one draw."""
     make: Any = runpy.run_path(str(shared / "data" / "language_models.py"))
-    folder = make["fetch"]("smollm2", FOLDER)
-    calibrated, tested = (2, 1) if quick else (CALIBRATED, TESTED)
-    kept = None if quick else FOLDER / "scores"
-    made = Setting(folder, shared, draw, calibrated=calibrated, tested=tested, cache=kept)
+    folder = make["fetch"](model, FOLDERS / model)
+    sizes = (2, 1) if quick else (CALIBRATED, TESTED)
+    kept = None if quick else folder / "scores"
+    made = Setting(folder, shared, draw, sizes=sizes, begun=model == "gemma3", cache=kept)
     peers.register(made)
     return made
 
@@ -160,7 +169,8 @@ def setting(shared: Path, draw: int, quick: bool) -> Setting:
 def measure(case: Row, shared: Path) -> Row:
     """Prune once, and judge."""
     warnings.simplefilter("ignore", fp.FairprunerWarning)
-    own, way = setting(shared, case["draw"], case.get("quick", False)), case["way"]
+    way = case["way"]
+    own = setting(case["model"], shared, case["draw"], case.get("quick", False))
     start = time.process_time()
     small = own.model if way == "original" else WAYS[way](own, case["share"])
     seconds = time.process_time() - start
@@ -179,9 +189,19 @@ def measure(case: Row, shared: Path) -> Row:
 
 def page() -> str:
     """Perplexity and agreement of every way, the mean over draws, and what others report elsewhere."""
-    found = [row for row in runs.stored(NAME) if "items" not in row]
-    if not found:
+    parts = [part for model in TITLES for part in _of_model(model)]
+    if not parts:
         return "Not measured yet."
+    quoted = pages.table(["quoted, not measured here", "removed", "perplexity"], QUOTED)
+    beside = "Others report for Llama-2-7B on WikiText-2, as one table quotes them:"
+    return "\n\n".join([*parts, *_tasks(), beside, quoted])
+
+
+def _of_model(model: str) -> list[str]:
+    """What was measured on one model: a sentence and a table."""
+    found = [row for row in runs.stored(NAME) if "windows" in row and row["model"] == model]
+    if not found:
+        return []
     shares = sorted({row["share"] for row in found})
     lines = []
     for way in WAYS:
@@ -192,14 +212,13 @@ def page() -> str:
             lines.append([way, *cells, f"{cost:.0f}", f"{held:.1f}"])
     head = ["", *(f"{share:.0%} removed" for share in shares), "seconds", "GB"]
     original = found[0]["original"]
-    told = f"Perplexity (agreement of the most likely next token in %; n draws). The original has {original}."
+    told = f"{TITLES[model]}: perplexity (agreement of the most likely next token in %; n draws)."
+    told += f" The original has {original}."
     best = min((r for r in found if r["share"] == 0.2), key=lambda r: r["perplexity"], default=None)
     if best:
         told += f" The best row at 20 % has {best['perplexity'] / original:.2f} times that: {best['way']}."
     told += " Seconds are processor time on one core, without the scores where they were made before."
-    quoted = pages.table(["quoted, not measured here", "removed", "perplexity"], QUOTED)
-    beside = "Others report for Llama-2-7B on WikiText-2, as one table quotes them:"
-    return "\n\n".join([told, pages.table(head, lines), *_tasks(), beside, quoted])
+    return [told, pages.table(head, lines)]
 
 
 def _tasks() -> list[str]:

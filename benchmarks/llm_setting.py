@@ -31,13 +31,19 @@ def text(shared: Path, split: str) -> str:
     return str(Tokenizer.from_file(str(folder / "moe_tokenizer.json")).decode(tokens[:400_000].tolist()))
 
 
-def windows(tokenizer: Any, passage: str, count: int, draw: int | None = None) -> Windows:
+def windows(
+    tokenizer: Any, passage: str, count: int, *, draw: int | None = None, begun: bool = False
+) -> Windows:
     """The first windows of one long text, each full, or windows drawn from all of it.
 
-    Neighbouring windows are often of one domain, so calibration text is drawn.
+    Neighbouring windows are often of one domain, so calibration text is drawn. `begun`: each window begins
+    with the token that begins a text.
     """
     ids = torch.tensor(tokenizer(passage, add_special_tokens=False)["input_ids"])
-    whole = ids[: len(ids) // WINDOW * WINDOW].view(-1, WINDOW)
+    size = WINDOW - begun
+    whole = ids[: len(ids) // size * size].view(-1, size)
+    if begun:
+        whole = torch.cat([torch.full((len(whole), 1), tokenizer.bos_token_id), whole], 1)
     chosen = np.arange(count)
     if draw is not None:
         chosen = np.random.default_rng(draw).choice(len(whole), count, replace=False)
@@ -70,17 +76,25 @@ class Setting:
     """A model, the calibration text of one draw, and scores of all units, which are made once and stored."""
 
     def __init__(
-        self, folder: Path, shared: Path, draw: int, *, calibrated: int, tested: int, cache: Path | None
+        self,
+        folder: Path,
+        shared: Path,
+        draw: int,
+        *,
+        sizes: tuple[int, int],
+        begun: bool,
+        cache: Path | None,
     ) -> None:
-        """`calibrated` and `tested` are numbers of windows; `cache` is a folder for scores."""
+        """`sizes`: how many windows calibrate, and how many test. `cache` is a folder for scores."""
         self.model: Any = pretrained(str(folder)).float()
         self.tokenizer, self.shared = tokenizer_of(str(folder)), shared
-        self._draw, self._tested, self._cache = draw, tested, cache
-        self.data = windows(self.tokenizer, text(shared, "train"), calibrated, draw)
+        self._draw, self._tested, self._begun, self._cache = draw, sizes[1], begun, cache
+        self.data = windows(self.tokenizer, text(shared, "train"), sizes[0], draw=draw, begun=begun)
 
     @cached_property
     def judge(self) -> Judge:
-        return Judge(self.model, windows(self.tokenizer, text(self.shared, "val"), self._tested))
+        passage = text(self.shared, "val")
+        return Judge(self.model, windows(self.tokenizer, passage, self._tested, begun=self._begun))
 
     def budget(self, share: float) -> fp.Budget:
         """What is kept if a share of the parameters outside of the embedding is removed."""

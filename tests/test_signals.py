@@ -20,7 +20,14 @@ from fairpruner.core.units import Slice, UnitSpace
 from fairpruner.discovery import discover
 from fairpruner.errors import FairprunerError
 from fairpruner.scoring.score import score
-from fairpruner.scoring.signals import Taylor, Wasserstein, names, protection_signal, removal_signal
+from fairpruner.scoring.signals import (
+    Taylor,
+    Wasserstein,
+    names,
+    protection,
+    protection_signal,
+    removal_signal,
+)
 from fairpruner.scoring.signals.classes import kmeans
 from fairpruner.scoring.signals.reconstruction import greedy_errors
 
@@ -555,6 +562,19 @@ def test_slices_of_constants_are_no_parameters() -> None:
     assert len(buffers) == 2
     scores = score(model, batches("convnet", 6, 3), spaces=spaces)
     assert np.isfinite(scores.protection["0"]).all()
+
+
+@pytest.mark.parametrize("most", [1, 7, 24, 1000])
+@pytest.mark.parametrize("absolute", [False, True])
+def test_products_of_large_tensors_are_summed_part_by_part(
+    most: int, absolute: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protection, "MOST_PRODUCTS", most)
+    gradient, weight = (torch.randn(5, 2, 3, dtype=torch.float64) for _ in range(2))
+    product = (gradient * weight).abs() if absolute else gradient * weight
+    found = protection.sums_of_products(gradient, weight, {0, 1, 2}, absolute=absolute)
+    for dim, expected in {0: product.sum((1, 2)), 1: product.sum((0, 2)), 2: product.sum((0, 1))}.items():
+        torch.testing.assert_close(found[dim], expected)
 
 
 def test_saliency_sums_sizes_where_taylor_sums_signs() -> None:

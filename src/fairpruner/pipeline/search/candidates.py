@@ -66,7 +66,7 @@ def make_candidates(
 ) -> list[Candidate]:
     """All distinct plans, the most promising first; `limits` are keyword arguments of `allocate`.
 
-    Signals, rules and sets of spaces are each sorted, so the sum of the three places sorts their combinations.
+    Signals, rules and sets of spaces are each sorted. The sum of the three places sorts the combinations.
     """
     variants = _variants(scores)
     places = product(range(len(variants)), range(len(scores.removals)), range(len(rules)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -25,6 +25,8 @@ from fairpruner.scoring.signals.base import (
     Result,
     Signal,
 )
+
+MOST_PRODUCTS = 2**24  # of a gradient with its weight that are in memory at once
 
 
 class HalvedMeans:
@@ -111,17 +113,15 @@ class _TaylorAccumulator(Accumulator):
         for tensor, dims in self._dims.items():
             if tensor not in gradients:
                 continue
-            gradient, weight = (widened(t.detach()) for t in (gradients[tensor], self._parameters[tensor]))
-            product = gradient * weight
-            for dim in dims:
+            gradient, weight = gradients[tensor].detach(), self._parameters[tensor].detach()
+            for dim, sums in sums_of_products(gradient, weight, dims).items():
                 # The gradient of the mean loss times the number of samples is the sum over the samples.
-                self._means.add((tensor, dim), sums_along(product, dim) * info.samples, info)
+                self._means.add((tensor, dim), sums * info.samples, info)
             for space, crossing in crossings:
                 if crossing.tensor == tensor:
-                    shared = product.flatten(2).sum(2) if product.ndim > 2 else product  # [O, I]
-                    self._means.add(
-                        (space, tensor), shared[crossing.rows, crossing.columns] * info.samples, info
-                    )
+                    places = crossing.rows, crossing.columns
+                    shared = widened(gradient[places]) * widened(weight[places])  # [n, ...]
+                    self._means.add((space, tensor), sums_along(shared, 0) * info.samples, info)
 
     def join(self, processes: Processes) -> None:
         self._means.join(processes)
@@ -147,6 +147,24 @@ class _TaylorAccumulator(Accumulator):
 def _counted(space: UnitSpace) -> tuple[Slice, ...]:
     """The slices over which the terms of a unit are summed."""
     return space.slices_of("add") if space.kind == "block" else space.slices
+
+
+def sums_of_products(
+    gradient: Tensor, weight: Tensor, dims: Iterable[int], *, absolute: bool = False
+) -> dict[int, Tensor]:
+    """For each of these dims, the products of gradient and weight summed over all other dims, [size].
+
+    The products of a large tensor, such as all experts of a layer, are computed part by part along dim 0.
+    """
+    rows = max(1, MOST_PRODUCTS * len(weight) // max(1, weight.numel()))
+    found: dict[int, list[Tensor]] = {dim: [] for dim in dims}
+    for slopes, values in zip(gradient.split(rows), weight.split(rows), strict=True):
+        products = widened(slopes) * widened(values)
+        if absolute:
+            products = products.abs_()
+        for dim, parts in found.items():
+            parts.append(sums_along(products, dim))
+    return {dim: torch.stack(parts).sum(0) if dim else torch.cat(parts) for dim, parts in found.items()}
 
 
 def sums_along(product: Tensor, dim: int) -> Tensor:

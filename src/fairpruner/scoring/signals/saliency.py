@@ -10,10 +10,9 @@ import numpy as np
 from torch import Tensor
 
 from fairpruner.core.arrays import Floats
-from fairpruner.models.precision import widened
 from fairpruner.scoring.processes import Processes
 from fairpruner.scoring.signals.base import Accumulator, BatchInfo, Context, Observation, Result, Signal
-from fairpruner.scoring.signals.protection import HalvedMeans, by_owner, signed, sums_along
+from fairpruner.scoring.signals.protection import HalvedMeans, by_owner, signed, sums_of_products
 from fairpruner.scoring.signals.reconstruction import unit_flops
 
 
@@ -37,16 +36,18 @@ class _SaliencyAccumulator(Accumulator):
         self._spaces = context.spaces
         self._weights = dict(context.model.named_parameters(remove_duplicate=False))
         parts = [part for space in context.spaces for part in space.slices if part.tensor in self._weights]
-        self._dims = dict.fromkeys((part.tensor, part.dim) for part in parts)
+        self._dims: dict[str, dict[int, None]] = {}  # tensor -> the dims along which units own slices
+        for part in parts:
+            self._dims.setdefault(part.tensor, {})[part.dim] = None
         self._means = HalvedMeans()
 
     def see_gradients(self, gradients: Mapping[str, Tensor], info: BatchInfo) -> None:
         self._means.count(info)
-        for tensor, dim in self._dims:
+        for tensor, dims in self._dims.items():
             if tensor in gradients:
                 slope, weight = (t[tensor].detach() for t in (gradients, self._weights))
-                sizes = (widened(slope) * widened(weight)).abs()
-                self._means.add((tensor, dim), sums_along(sizes, dim) * info.samples, info)
+                for dim, sums in sums_of_products(slope, weight, dims, absolute=True).items():
+                    self._means.add((tensor, dim), sums * info.samples, info)
 
     def join(self, processes: Processes) -> None:
         self._means.join(processes)
