@@ -8,6 +8,7 @@ import resource
 import subprocess
 import sys
 import warnings
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ import fairpruner as fp
 from fairpruner.cli import app
 from fairpruner.evaluation import perplexity
 from fairpruner.inputs import walking
+from fairpruner.inputs.checkpoint_tensors import CheckpointTensors
 from fairpruner.inputs.streamed import Streamed
 from fairpruner.repair import streamed as streamed_repair
 from fairpruner.scoring.signals import surgeon
@@ -88,6 +90,29 @@ def test_every_signal_scores_as_in_memory(
     options: dict[str, Any] = {"removal": removal, "protection": ROUTED.format(protection, others), "seed": 3}
     streamed = Streamed(f"hf:{folder}", work=tmp_path / "work")
     compare(scored(model, spaces, **options), scored(streamed, spaces, **options))
+
+
+@pytest.mark.parametrize("removal", ["activation", "surgeon"])  # on the way forward, and on the way back
+def test_one_layer_is_in_memory_at_a_time(
+    removal: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved_model("llama", tmp_path / "whole")
+    streamed = Streamed(f"hf:{tmp_path / 'whole'}", work=tmp_path / "work")
+    spaces = fp.discover(streamed, token_batches()[0])
+    read, earlier = CheckpointTensors.filled, []
+
+    def filled(tensors: CheckpointTensors, module: Any, prefix: str, inside: Any) -> Any:
+        assert not [number for number, layer in enumerate(earlier) if layer() is not None]
+        layer = read(tensors, module, prefix, inside)
+        if prefix:  # else it is the shell
+            earlier.append(weakref.ref(layer))
+        return layer
+
+    monkeypatch.setattr(CheckpointTensors, "filled", filled)
+    protection = "random" if removal == "activation" else "taylor"
+    scored(streamed, spaces, removal=removal, protection=protection)
+    assert len(earlier) >= streamed.count
+    perplexity(streamed, torch.randint(3, 99, (50,)), length=12)
 
 
 @pytest.mark.parametrize("room", [1, surgeon.MOST_NUMBERS])  # a pass for each space, and one for all

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,6 +70,7 @@ class Streamed:
 
     def layer(self, number: int, role: str = ORIGINAL) -> LayerModel:
         """One layer with its weights, read from the files."""
+        gc.collect()  # an earlier layer that is part of a cycle of references would stay in memory beside it
         path = f"{self.path}.{number}"
         layer = self._tensors.filled(
             self.model.get_submodule(path), path, lambda name: name.startswith(f"{path}.")

@@ -97,19 +97,19 @@ class Walk:
 
         Unless `keep`, a stream is removed once the next one is there.
         """
-        last = self.streamed.count
-        for layer in range(last):
+        for layer in range(self.streamed.count):
             if self.folder.has(stage(ORIGINAL, layer + 1)) or not self.folder.has(stage(ORIGINAL, layer)):
                 continue
-            model = self.streamed.layer(layer)
-            with around(model, layer), in_eval_mode(model):
-                self.write(
-                    stage(ORIGINAL, layer + 1),
-                    f"forward, layer {layer + 1} of {last}",
-                    partial(self._run, model, layer),
-                )
+            self._through(layer, around)
             if not keep:
                 self.folder.drop(stage(ORIGINAL, layer))
+
+    def _through(self, layer: int, around: Callable[[LayerModel, int], AbstractContextManager[None]]) -> None:
+        """Take all batches through one layer."""
+        model = self.streamed.layer(layer)
+        title = f"forward, layer {layer + 1} of {self.streamed.count}"
+        with around(model, layer), in_eval_mode(model):
+            self.write(stage(ORIGINAL, layer + 1), title, partial(self._run, model, layer))
 
     def _run(self, model: LayerModel, layer: int, index: int) -> Tensor:
         output: Tensor = forward(model, self.batch(index, layer, [ORIGINAL]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
@@ -19,19 +18,21 @@ from fairpruner.scoring.layer_signals import LayerSignals, ScoringJob
 from fairpruner.scoring.preparing import distinct
 
 GRADIENT = "gradient"
-Slope = Callable[[int], Tensor]  # the index of a batch -> the gradient of the loss for a stream
 
 
 def score_forward(job: ScoringJob) -> None:
     """Show the layers to the signals on the way forward, up to the last one with a space."""
-    walk = job.walk
     for layer in range(max(map(job.layer_of, job.spaces)) + 1):
         if not _done(job, layer):
-            signals = LayerSignals(job, layer, lowest=layer)
-            title = f"scoring, layer {layer + 1} of {walk.streamed.count}"
-            walk.write(stage(ORIGINAL, layer + 1), title, signals.forward)
-            signals.finish()
+            _layer_forward(job, layer)
         _drop(job, layer, stage(ORIGINAL, layer))
+
+
+def _layer_forward(job: ScoringJob, layer: int) -> None:
+    signals = LayerSignals(job, layer, lowest=layer)
+    title = f"scoring, layer {layer + 1} of {job.walk.streamed.count}"
+    job.walk.write(stage(ORIGINAL, layer + 1), title, signals.forward)
+    signals.finish()
 
 
 def score_backward(job: ScoringJob) -> None:
@@ -43,18 +44,22 @@ def score_backward(job: ScoringJob) -> None:
     lowest = min(map(job.layer_of, job.spaces))
     for layer in range(last - 1, lowest - 1, -1):
         if not _done(job, layer):
-            signals = LayerSignals(job, layer, lowest=lowest)
-
-            def above(index: int, layer: int = layer) -> Tensor:
-                return torch.from_numpy(walk.folder.read(stage(GRADIENT, layer + 1), index))
-
-            def below(index: int, signals: LayerSignals = signals, above: Slope = above) -> Tensor:
-                return signals.backward(index, above(index))
-
-            title = f"backward, layer {layer + 1} of {last}"
-            walk.write(stage(GRADIENT, layer), title, below, range(1, len(walk.batches)))
-            signals.finish(above)
+            _layer_backward(job, layer, lowest)
         _drop(job, layer, stage(ORIGINAL, layer + 1), stage(GRADIENT, layer + 1))
+
+
+def _layer_backward(job: ScoringJob, layer: int, lowest: int) -> None:
+    walk, signals = job.walk, LayerSignals(job, layer, lowest=lowest)
+
+    def above(index: int) -> Tensor:
+        return torch.from_numpy(walk.folder.read(stage(GRADIENT, layer + 1), index))
+
+    def below(index: int) -> Tensor:
+        return signals.backward(index, above(index))
+
+    title = f"backward, layer {layer + 1} of {walk.streamed.count}"
+    walk.write(stage(GRADIENT, layer), title, below, range(1, len(walk.batches)))
+    signals.finish(above)
 
 
 def _done(job: ScoringJob, layer: int) -> bool:

@@ -45,8 +45,8 @@ class Screen:
         self._normed = any(isinstance(module, AnyBatchNorm) for module in model.modules())
 
     @property
-    def method(self) -> str:
-        return "least_squares+batchnorm" if self._normed else "least_squares"
+    def methods(self) -> tuple[str, ...]:
+        return ("least_squares", "batchnorm") if self._normed else ("least_squares",)
 
     def repaired(self, plan: Plan) -> nn.Module:
         """The cut, repaired by `least_squares`, and by `batchnorm` if the model has batch norms."""
