@@ -17,7 +17,7 @@ Methods of others (`llm_peers.py`), measured on the same text:
 - *ShortGPT*: whole layers with the least block influence.
 
 Rows of this package name signal and rule, and after a plus sign its repair with the calibration text.
-`fp.prune` has nothing but a budget, and with `effort=14` a quarter of its usual time.
+`fp.prune` has nothing but a budget.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -102,15 +102,15 @@ def blocks_alone(setting: Setting, share: float) -> nn.Module:
     return fp.repair(small, setting.model, plan, setting.data, method=["least_squares", "sequential"])
 
 
-def prune(setting: Setting, share: float, **options: Any) -> nn.Module:
-    small, plan = fp.prune(setting.model, setting.data, keep=setting.budget(share), **options)
+def default(setting: Setting, share: float) -> nn.Module:
+    small, plan = fp.prune(setting.model, setting.data, keep=setting.budget(share))
     for trial in plan.tried:
         print(trial, flush=True)
     return small
 
 
 BEST = "fairpruner: surgeon, global + least_squares, sequential"
-QUICKER = "fairpruner: `fp.prune`, effort=14"
+DEFAULT = "fairpruner: `fp.prune`"
 FIRST: dict[str, Way] = {
     BEST: BySignal("surgeon", "global", ("least_squares", "sequential")),
     "magnitude": by_peer("magnitude", "uniform"),
@@ -118,11 +118,10 @@ FIRST: dict[str, Way] = {
     "FLAP": peers.flap,
     "SliceGPT": peers.slicegpt,
     "ShortGPT": peers.shortgpt,
-    QUICKER: partial(prune, effort=14),
+    DEFAULT: default,
 }
 WAYS: dict[str, Way] = {
     **FIRST,
-    "fairpruner: `fp.prune`": prune,
     "fairpruner: surgeon, global": BySignal("surgeon", "global"),
     "fairpruner: surgeon, blocks too, global + repair": blocks_too,
     "fairpruner: blocks by influence + repair": blocks_alone,
@@ -143,7 +142,7 @@ def cases(quick: bool) -> Iterator[Row]:
     for draw in range(DRAWS):
         for share in SHARES:
             for way in FIRST:
-                if way != QUICKER or not draw or share == 0.2:  # it takes as long as all others together
+                if way != DEFAULT or not draw or share == 0.2:  # it takes as long as all others together
                     yield {**judged, "share": share, "draw": draw, "way": way}
     at_one_share: Row = {**judged, "share": 0.2, "draw": 0}
     yield from ({**at_one_share, "way": way} for way in WAYS if way not in FIRST)

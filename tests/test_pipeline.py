@@ -152,16 +152,12 @@ def test_options_reach_their_stages(tmp_path: Path) -> None:
 
 def test_every_cut_is_repaired() -> None:
     data = [(x, x[:, :3].argmax(1)) for x, _ in some_data()]
-    model = fairpruner.pipeline.recover(
-        mlp(), data, epochs=60, recipe=Recipe(learning_rate=0.2)
-    )  # it has something to lose
+    model = fp.recover(mlp(), data, epochs=60, recipe=Recipe(learning_rate=0.2))  # it has something to lose
     small, plan = prune(model, data, keep=fp.Budget("units", 0.5), repair=("least_squares", "batchnorm"))
     assert not same(small, fp.cut(model, plan))
     assert same(
         small,
-        fairpruner.pipeline.repair_cut(
-            fp.cut(model, plan), model, plan, data, method=("least_squares", "batchnorm")
-        ),
+        fp.repair(fp.cut(model, plan), model, plan, data, method=("least_squares", "batchnorm")),
     )
     twice, whole = prune(model, data, keep=fp.Budget("units", 0.5), repair="mean", rounds=2)
     assert shapes(twice) == shapes(fp.cut(model, whole))
@@ -172,17 +168,15 @@ def test_recovery_trains_on_its_own_data() -> None:
     other = some_data()
     small, plan = prune(model, data, alpha=0.1, recover_epochs=1, train=other)
     short = fp.Recipe.short_for(model)
-    expected = fairpruner.pipeline.recover(fp.cut(model, plan), other, epochs=1, teacher=model, recipe=short)
+    expected = fp.recover(fp.cut(model, plan), other, epochs=1, teacher=model, recipe=short)
     assert same(small, expected)
     seeded, _ = prune(
         model, data, alpha=0.1, recover_epochs=1, train=other, options={"recover": {"recipe": {"seed": 1}}}
     )
-    expected = fairpruner.pipeline.recover(
-        fp.cut(model, plan), other, epochs=1, teacher=model, recipe=replace(short, seed=1)
-    )
+    expected = fp.recover(fp.cut(model, plan), other, epochs=1, teacher=model, recipe=replace(short, seed=1))
     assert same(seeded, expected)
     paper, _ = prune(model, data, alpha=0.1, recover_epochs=1, train=other, preset="paper")
-    assert same(paper, fairpruner.pipeline.recover(fp.cut(model, plan), other, epochs=1))
+    assert same(paper, fp.recover(fp.cut(model, plan), other, epochs=1))
 
 
 class Residual(nn.Module):
@@ -212,7 +206,7 @@ def test_a_searched_model_is_matched_if_its_blocks_kept_their_shapes(
     small, _ = prune(model, data, keep=budget, options=options)
     found, _ = prune(model, data, keep=budget, options=options, recover_epochs=1)
     recipe = fp.Recipe.short_for(model, near=residual)
-    assert same(found, fairpruner.pipeline.recover(small, data, epochs=1, teacher=model, recipe=recipe))
+    assert same(found, fp.recover(small, data, epochs=1, teacher=model, recipe=recipe))
 
 
 @pytest.mark.parametrize(
@@ -238,7 +232,7 @@ def test_a_searched_model_is_matched_if_its_blocks_kept_their_shapes(
             {"alpha": 0.1, "repair": "least_square"},
             "Unknown repair method 'least_square': did you mean 'least_squares'",
         ),
-        ({"alpha": 0.1, "train": iter([])}, "The data is a list_iterator, which can be read once"),
+        ({"alpha": 0.1, "train": iter([])}, "The training data is a list_iterator, which can be read once"),
         ({"keep": fp.Budget("units", 0.01)}, "out of reach"),
     ],
 )

@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -22,13 +22,14 @@ import numpy as np
 import pytest
 import recovery_job
 import torch
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from recovery_job import PROCESSES, killed_at, run, two_ranks
 from safetensors.torch import load_file
 from scipy.special import softmax
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import fairpruner as fp
 import fairpruner.recovery.launch
@@ -81,6 +82,19 @@ def _ctrl_c_interrupts() -> Iterator[None]:
     usual = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, usual)
+
+
+@pytest.fixture
+def _no_accelerator() -> Iterator[None]:
+    """As in a process in which no accelerator was made."""
+    states = (AcceleratorState, GradientState, PartialState)
+    kept = [dict(state._shared_state) for state in states]
+    for state in states:
+        state._shared_state.clear()
+    yield
+    for state, values in zip(states, kept, strict=True):
+        state._shared_state.clear()
+        state._shared_state.update(values)
 
 
 # ── the recipe ──────────────────────────────────────────────────────────────────────────────────
@@ -307,6 +321,30 @@ def test_the_seed_decides_the_order_of_the_data() -> None:
     assert same(trained(1, torch.Generator().manual_seed(3)), trained(1, torch.Generator().manual_seed(4)))
 
 
+def test_generators_of_a_loader_are_left_alone() -> None:
+    x, y = (torch.cat(parts) for parts in zip(*some_data(), strict=True))
+    of_loader, of_sampler = torch.Generator().manual_seed(3), torch.Generator().manual_seed(4)
+    shuffled = RandomSampler(x, generator=of_sampler)
+    loader = DataLoader(TensorDataset(x, y), 8, sampler=shuffled, generator=of_loader)
+    before = [generator.get_state() for generator in (of_loader, of_sampler)]
+    recover(small_net(), loader, epochs=2, validation=loader)
+    with pytest.raises(fp.FairprunerError, match="does not fit the model"):
+        recover(nn.Linear(5, 3), loader, epochs=1)
+    for generator, state in zip((of_loader, of_sampler), before, strict=True):
+        assert torch.equal(generator.get_state(), state)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_gradients_are_computed_where_the_caller_needs_none(mode: Callable[[], Any]) -> None:
+    net, data = small_net(), some_data()
+    expected = recover(net, data, epochs=1, validation=data)
+    with mode():
+        found = recover(net, data, epochs=1, validation=data)
+        assert not torch.is_grad_enabled()
+    assert same(found, expected)
+    F.cross_entropy(found(data[0][0]), data[0][1]).backward()  # the result is no inference tensor
+
+
 def test_dict_batches_and_tied_weights() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
@@ -531,11 +569,30 @@ def test_two_processes_train_one_model(tmp_path: Path) -> None:
         torch.testing.assert_close(first[f"plain.{name}"], tensor.detach())
 
 
+@pytest.mark.usefixtures("_no_accelerator")
 def test_processes_that_would_train_each_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    recover(small_net(), some_data(), epochs=1)  # accelerate has settled on one process
+    Accelerator()  # accelerate has settled on one process
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(fp.FairprunerError, match="2 processes were launched, but accelerate joined 1"):
         recover(small_net(), some_data(), epochs=1)
+
+
+@pytest.mark.usefixtures("_no_accelerator")
+def test_an_accelerator_can_be_made_afterwards() -> None:
+    recover(small_net(), some_data(), epochs=1)
+    with pytest.raises(fp.FairprunerError, match="does not fit the model"):
+        recover(small_net(), [(torch.zeros(8, 5), torch.zeros(8).long())], epochs=1)
+    assert Accelerator(mixed_precision="bf16").mixed_precision == "bf16"
+
+
+@pytest.mark.usefixtures("_no_accelerator")
+def test_an_accelerator_of_the_caller_is_left_alone() -> None:
+    mine = Accelerator(gradient_accumulation_steps=3)
+    states = (AcceleratorState, GradientState, PartialState)
+    before = [dict(state._shared_state) for state in states]
+    recover(small_net(), some_data(), epochs=1)
+    assert [dict(state._shared_state) for state in states] == before
+    assert mine.gradient_accumulation_steps == 3
 
 
 def test_processes_get_batches_in_turn() -> None:
@@ -565,20 +622,12 @@ class Spy(nn.Linear):
         return out
 
 
+@pytest.mark.usefixtures("_no_accelerator")
 def test_mixed_precision_leaves_a_plain_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    states = (AcceleratorState, PartialState, GradientState)
-    kept = [dict(state._shared_state) for state in states]
     seen = Spy.seen
     seen.clear()
-    try:
-        for state in states:
-            state._shared_state.clear()
-        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-        found = recover(nn.Sequential(nn.Linear(4, 6), Spy(6, 3)), some_data(), epochs=1, teacher=small_net())
-    finally:
-        for state, values in zip(states, kept, strict=True):
-            state._shared_state.clear()
-            state._shared_state.update(values)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    found = recover(nn.Sequential(nn.Linear(4, 6), Spy(6, 3)), some_data(), epochs=1, teacher=small_net())
     assert set(seen) == {torch.bfloat16}
     assert "forward" not in vars(found)
     assert {p.dtype for p in found.parameters()} == {torch.float32}
@@ -744,7 +793,7 @@ class _Empty:
         (
             some_data(),
             {"epochs": 1, "teacher": nn.Linear(4, 7)},
-            r"teacher gives logits of shape \[8, 7\], the model of \[8, 3\]",
+            r"teacher gives float32\[8, 7\], the model float32\[8, 3\]",
         ),
         (
             some_data(),

@@ -21,6 +21,7 @@ from fairpruner.repair import METHODS, refits, regression
 from fairpruner.repair.job import Job
 
 Data = list[tuple[Tensor, Tensor]]
+CPU = torch.device("cpu")
 
 
 def squared(output: Tensor, target: Tensor) -> Tensor:
@@ -441,6 +442,61 @@ def test_batchnorm_gives_the_statistics_of_the_whole_data() -> None:
     assert repaired[3].momentum == 0.3
     assert not repaired[3].training
     assert int(repaired[3].num_batches_tracked) == int(small[3].num_batches_tracked)
+
+
+def test_batchnorm_leaves_out_batches_with_one_value_of_a_channel() -> None:
+    """A norm of features, or behind a global pooling, computes no variance of a single sample."""
+    net = nn.Sequential(
+        nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.AdaptiveAvgPool2d(1), nn.BatchNorm2d(6), nn.Flatten(),
+        nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 2),
+    ).eval()  # fmt: skip
+    inputs = torch.randn(41, 3, 8, 8)
+    plan = fp.Plan.removing(fp.discover(net, inputs[:2]), {"0": (0, 1)})
+    small = fp.cut(net, plan)
+
+    def repaired(batches: list[Tensor]) -> tuple[nn.Module, list[Any]]:
+        tried = copy.deepcopy(small)
+        with torch.no_grad():
+            return tried, METHODS["batchnorm"](Job(tried, net, plan, lambda: read_batches(batches, CPU, net)))
+
+    model, notes = repaired([inputs[:1], *inputs[1:].split(20)])
+    assert [note.outcome for note in notes] == ["repaired"] * 3
+    torch.testing.assert_close(model[1].running_mean, small[0](inputs).mean((0, 2, 3)))
+    without, _ = repaired(list(inputs[1:].split(20)))
+    norms = [(small[3], model[3], without[3]), (small[6], model[6], without[6])]
+    for before, with_single, expected in norms:
+        assert not torch.allclose(expected.running_var, before.running_var)
+        torch.testing.assert_close(with_single.running_var, expected.running_var)
+    model, notes = repaired(list(inputs[:8].split(1)))
+    assert [note.outcome for note in notes] == ["repaired", "skipped", "skipped"]
+    assert "two values of a channel" in notes[1].reason
+    assert torch.equal(model[3].running_mean, small[3].running_mean)
+    assert torch.equal(model[6].running_var, small[6].running_var)
+    assert not any(module.training or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("method", ["least_squares", "sequential", "tune"])
+def test_autocast_reaches_the_models_but_not_the_sums(method: str) -> None:
+    net = nn.Sequential(nn.Linear(6, 24), nn.ReLU(), nn.Linear(24, 24), nn.ReLU(), nn.Linear(24, 4)).eval()
+    with torch.no_grad():
+        for linear in (net[0], net[2]):
+            linear.bias += 3  # sums of large means and small differences suffer most from rounding
+    inputs = torch.randn(128, 6)
+    plan = fp.Plan.removing(fp.discover(net, inputs[:2]), dict.fromkeys(("0", "2"), tuple(range(0, 24, 3))))
+    small, data = fp.cut(net, plan), matching(net, inputs, size=32)
+    exact = fp.repair(small, net, plan, data, method=method, loss=squared)
+    read: list[torch.dtype] = []
+    hook = net[2].register_forward_pre_hook(lambda _, args: read.append(args[0].dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        rough = fp.repair(small, net, plan, data, method=method, loss=squared)
+        found = rough(inputs)
+        torch.clear_autocast_cache()
+        assert torch.equal(found, rough(inputs))  # not that of weights that were cast before
+    hook.remove()
+    assert set(read) == {torch.bfloat16}
+    with torch.no_grad():
+        error, least = (float(squared(model(inputs), net(inputs))) for model in (rough, exact))
+    assert error < 1.2 * least
 
 
 def test_methods_in_a_row_each_start_from_the_last() -> None:

@@ -261,6 +261,32 @@ def test_a_layer_that_caches_keys_is_run_again_with_padding() -> None:
     assert {note.outcome for note in notes} <= {"repaired", "kept"}
 
 
+@pytest.mark.parametrize("method", ["experts", "merge"])
+def test_autocast_reaches_the_blocks_but_not_the_sums(method: str) -> None:
+    model, data = moe("qwen2_moe").float(), texts(3, 8)
+    plan, targets = half_gone(model), with_targets(model, data)
+    small = fp.cut(model, plan)
+    exact = fp.repair(small, model, plan, targets, method=method, loss=squared)
+    with torch.autocast("cpu", torch.bfloat16):
+        rough = fp.repair(small, model, plan, targets, method=method, loss=squared)
+        found = outputs(rough, data)
+        torch.clear_autocast_cache()
+        assert torch.equal(found, outputs(rough, data))  # not those of weights that were cast before
+    wanted = outputs(model, data)
+    error, least = ((outputs(repaired, data) - wanted).square().mean() for repaired in (rough, exact))
+    assert error < 1.2 * least
+
+
+def test_sums_over_tokens_are_not_cast() -> None:
+    rows, values, tails = torch.arange(20), torch.randn(20, 3), torch.randn(20, 2)
+    features = experts._Features(rows, rows % 2, values, 2, tails)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = features.equations(rows, torch.ones(20, 4))
+    whole = torch.cat([values * (rows % 2 == 0)[:, None], values * (rows % 2)[:, None], tails], 1).double()
+    torch.testing.assert_close(found.gram[0], whole.T @ whole, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.cross[0], whole.T @ torch.ones(20, 4).double(), rtol=1e-5, atol=1e-5)
+
+
 def test_means_by_hand() -> None:
     rows = torch.tensor(
         [[200.0, 0.0], [0.0, 1.0], [9.0, 1.0], [1.0, 9.0], [0.1, 5.0]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -217,6 +218,16 @@ def test_plan_comes_back_exactly(tmp_path: Path) -> None:
     again = Plan.load(tmp_path / "plan.json")
     assert again.to_json() == plan.to_json()
     assert (again.alpha, again.removed) == (0.1 + 0.2, {"a.conv": (2, 0), "heads": ()})
+
+
+@pytest.mark.parametrize("distance", [math.inf, 1e30])
+def test_a_trial_without_a_comparable_distance_comes_back(distance: float, tmp_path: Path) -> None:
+    plan = hand_made_plan()
+    failed = replace(plan.tried[0], distance=distance, chosen=False)
+    replace(plan, tried=(*plan.tried, failed)).save(tmp_path / "plan.json")
+    content = json.loads((tmp_path / "plan.json").read_text())
+    assert [trial["distance"] for trial in content["tried"]] == [0.1, None]
+    assert Plan.load(tmp_path / "plan.json").tried == (*plan.tried, replace(failed, distance=math.inf))
 
 
 def test_every_field_is_stored() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import resource
@@ -24,8 +25,10 @@ import fairpruner as fp
 from fairpruner.cli import app
 from fairpruner.evaluation import perplexity
 from fairpruner.inputs import walking
+from fairpruner.inputs.batches import Batch
 from fairpruner.inputs.checkpoint_tensors import CheckpointTensors
 from fairpruner.inputs.streamed import Streamed
+from fairpruner.models.calling import tensors_of
 from fairpruner.repair import streamed as streamed_repair
 from fairpruner.scoring.signals import surgeon
 
@@ -218,6 +221,66 @@ def test_too_little_room_is_said_before_anything_is_computed(
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=9))
     with pytest.raises(fp.FairprunerError, match="make room, or choose another work folder"):
         perplexity(streamed, torch.arange(3, 99), length=48)
+
+
+def padded_batches(count: int, length: int = 37) -> list[Batch]:
+    """Batches of two texts with a different padding each."""
+    found = []
+    for number in range(count):
+        mask = torch.ones(2, length, dtype=torch.int64)
+        mask[0, length - 1 - number :] = 0
+        ids = torch.randint(3, 99, (2, length))
+        found.append(Batch({"input_ids": ids, "attention_mask": mask}, None, number))
+    return found
+
+
+def masks_in_memory(length: int = 37) -> int:
+    gc.collect()
+    tensors = [found for found in gc.get_objects() if type(found) is torch.Tensor]
+    return len({t.data_ptr() for t in tensors if t.ndim == 4 and t.shape[2:] == (length, length)})
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])  # one mask for all layers, and two kinds of them
+def test_masks_of_different_padding_do_not_stay_in_memory(family: str, tmp_path: Path) -> None:
+    saved_model(family, tmp_path / "whole")
+    streamed = Streamed(f"hf:{tmp_path / 'whole'}", work=tmp_path / "work")
+    batches = padded_batches(4)
+    with walking.walking(streamed, batches, {}, disk=walking.Disk(2), passes=1) as walk:
+        walk.start("original")
+        assert masks_in_memory() == 0
+        for layer in range(streamed.count):
+            for index in range(len(batches)):
+                found = walk.batch(index, layer, ["original"]).inputs["layer_calls"]["original"]
+                assert masks_in_memory() == 1
+                expected = streamed.shell().calls(batches[index].inputs)[layer]
+                for one, other in zip(tensors_of(found.kwargs), tensors_of(expected.kwargs), strict=True):
+                    assert torch.equal(one, other)
+                    assert one.dtype == other.dtype
+                del found, expected, one, other
+            walk.write(f"original-{layer + 1:04d}", "", lambda index: walk.stream(index, 0))
+
+
+def test_the_room_for_masks_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved_model("llama", tmp_path / "whole")
+    said: list[str] = []
+    streamed = Streamed(f"hf:{tmp_path / 'whole'}", work=tmp_path / "work", say=said.append)
+    batches, work = padded_batches(3), tmp_path / "work"
+    masks = 3 * 2 * 37 * 37
+    streams = 2 * 3 * 74 * streamed.width * 4
+
+    def start(room: int) -> None:
+        def usage(_: Path) -> SimpleNamespace:
+            return SimpleNamespace(free=room - sum(f.stat().st_size for f in work.rglob("*") if f.is_file()))
+
+        monkeypatch.setattr("shutil.disk_usage", usage)
+        with walking.walking(streamed, batches, {}, disk=walking.Disk(2), passes=1) as walk:
+            walk.start("original")
+
+    with pytest.raises(fp.FairprunerError, match="make room, or choose another work folder"):
+        start(streams + masks)
+    assert not said
+    start(streams + masks + 5000)  # with the tables of positions
+    assert len(said) == 1
 
 
 def test_the_room_for_repaired_tensors_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

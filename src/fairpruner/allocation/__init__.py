@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from fairpruner.allocation.allocator import Allocator
+from fairpruner.allocation.allocator import Allocator, cannot_be_met
 from fairpruner.allocation.constraints import MinKeep, MultipleOf
 from fairpruner.allocation.rules import RULES
-from fairpruner.core.budget import Budget, Metric
+from fairpruner.core.budget import Budget, Metric, check_budget
 from fairpruner.core.costs import predict
 from fairpruner.core.latency import LatencyTable
 from fairpruner.core.plan import Plan
@@ -21,7 +21,7 @@ from fairpruner.core.tod import removal_order
 from fairpruner.core.units import KINDS, Kind
 from fairpruner.errors import FairprunerError, FairprunerWarning, check_whole_number
 
-__all__ = ["RULES", "allocate", "shuffled", "sweep"]
+__all__ = ["RULES", "allocate", "cannot_be_met", "shuffled", "sweep"]
 
 # A budget of one of these metrics only removes units of these kinds.
 KINDS_OF_METRIC: dict[Metric, tuple[Kind, ...]] = {"experts": ("expert",)}
@@ -64,10 +64,7 @@ def allocate(
     0.6666666666666666
     """
     if keep is not None and alpha is None:
-        if not isinstance(keep, Budget):
-            raise FairprunerError(
-                f"keep is {keep!r}, expected a budget: for example keep=Budget('flops', 0.5)."
-            )
+        check_budget(keep)
         kinds = KINDS_OF_METRIC.get(keep.metric, KINDS)
         allocator = Allocator(
             scores, rule, multiple_of=multiple_of, min_keep=min_keep, latency=latency, kinds=kinds

@@ -41,6 +41,13 @@ MISSING: dict[Metric, str] = {
 }
 
 
+def cannot_be_met(budget: Budget) -> FairprunerError:
+    """The error for a budget of a metric that the model does not have."""
+    return FairprunerError(
+        f"Budget {budget.metric} keep={budget.amount} cannot be met: {MISSING[budget.counted_in]}"
+    )
+
+
 class Allocator:
     """What all plans of one rule share: removal orders, ToD, the rule's profiles, and the costs."""
 
@@ -111,9 +118,7 @@ class Allocator:
     def _target(self, budget: Budget) -> float:
         """The amount to keep of the budget's metric."""
         if budget.counted_in not in self._original:
-            raise FairprunerError(
-                f"Budget {budget.metric} keep={budget.amount} cannot be met: {MISSING[budget.counted_in]}"
-            )
+            raise cannot_be_met(budget)
         original = self._original[budget.counted_in]
         target = budget.target(original)
         if isinstance(original, int):

@@ -44,7 +44,7 @@ from fairpruner.files.folders import SHARD_SIZE
 from fairpruner.files.streaming import stream
 from fairpruner.inputs.augmentation import AUGMENTATIONS, Augmented
 from fairpruner.inputs.hugging_face import is_source, place_of
-from fairpruner.pipeline import PRESETS
+from fairpruner.pipeline.options import PRESETS
 from fairpruner.pipeline.search import EFFORT
 from fairpruner.recovery.recipe import OPTIMIZERS, SCHEDULES
 from fairpruner.repair import METHODS

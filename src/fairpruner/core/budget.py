@@ -91,3 +91,9 @@ class Budget:
                 " at most that."
             )
         return float(self.amount)
+
+
+def check_budget(keep: object) -> None:
+    """Raise unless `keep` is a budget: a bare number does not say of which metric."""
+    if not isinstance(keep, Budget):
+        raise FairprunerError(f"keep is {keep!r}, expected a budget: for example keep=Budget('flops', 0.5).")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fairpruner.core.fields import field, real, text, truth, whole
+from fairpruner.core.fields import BIGGEST, field, real, text, truth, whole
 from fairpruner.core.sealed import Json
 
 
@@ -15,7 +16,8 @@ class Trial:
     """One plan that a search cut and repaired, and how far its outputs are from the original's.
 
     `distance` is computed on samples that the repair did not see. It is the mean KL divergence of the logits;
-    for other outputs, the squared error divided by the squared output.
+    for other outputs, the squared error divided by the squared output. It is infinite if the outputs are not
+    finite. Files have null for that, and for what is too large to be read back.
     """
 
     removal: str  # signal
@@ -28,15 +30,16 @@ class Trial:
     chosen: bool = False
 
     def to_json(self) -> Json:
-        return asdict(self)
+        return asdict(self) | {"distance": self.distance if self.distance <= BIGGEST else None}
 
     @staticmethod
     def from_json(content: Mapping[str, Any]) -> Trial:
+        distance = field(content, "distance")
         return Trial(
             **{name: text(field(content, name), name) for name in ("removal", "rule", "spaces", "repair")},
             samples=whole(field(content, "samples"), "samples"),
             kept=real(field(content, "kept"), "kept"),
-            distance=real(field(content, "distance"), "distance"),
+            distance=math.inf if distance is None else real(distance, "distance"),
             chosen=truth(content.get("chosen", False), "chosen"),
         )
 

@@ -18,6 +18,7 @@ from fairpruner.models.layer_calls import LayerCall
 
 BOXES = ("img", "batch_idx", "cls", "bboxes")  # the keys of a batch of Ultralytics
 LABEL_KEYS = ("labels", "label", "y", "target", "targets", "cls")  # cls: as webdataset names files
+Mark = tuple[tuple[tuple[int, ...], float], ...]  # shapes and sums
 FORMS = "(input, label), (input, input, label), a dict, or inputs without labels"
 
 
@@ -62,6 +63,11 @@ class Batch:
             return tensor[chosen.to(tensor.device)] if tensor.ndim and tensor.shape[0] == size else tensor
 
         return Batch(_map(self.inputs, taken), _map(self.labels, taken), self.position)
+
+    @property
+    def mark(self) -> Mark:
+        """A value by which the inputs of a batch are recognised in a later pass."""
+        return tuple((tuple(t.shape), float(t.detach().float().sum())) for t in tensors_of(self.inputs))
 
     def predicted_tokens(self) -> int:
         """How many tokens the default loss of a language model is the mean over."""

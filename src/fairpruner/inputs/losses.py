@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
@@ -9,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fairpruner.errors import FairprunerError
+from fairpruner.errors import FairprunerError, unknown
 from fairpruner.inputs.batches import Batch
 from fairpruner.inputs.tokens import IGNORED, targets_of
 from fairpruner.models.calling import describe, tensors_of
 from fairpruner.models.devices import device_of_example
-from fairpruner.models.precision import widened
+from fairpruner.models.precision import in_float32
 
 Loss = Callable[[Any, Any], Tensor]
 Task = Literal[
@@ -65,9 +66,25 @@ def logits_of(output: Any) -> Tensor | None:
     return named if isinstance(named, Tensor) else None
 
 
-def mean_loss(loss: Loss | None, output: Any, batch: Batch) -> Tensor:
-    """The loss of a batch, checked to be one finite number; the default of the task if `loss` is None."""
-    value = default_loss(output, batch) if loss is None else _called(loss, output, batch)
+def checked_task(loss: Loss | str | None) -> Task | None:
+    """The task that a caller names in place of a loss, if any; refused unless there is such a task."""
+    if not isinstance(loss, str):
+        return None
+    found = next((task for task in TASKS if task == loss), None)
+    if found is None:
+        raise unknown("task", loss, TASKS)
+    return found
+
+
+def mean_loss(loss: Loss | str | None, output: Any, batch: Batch, *, label_smoothing: float = 0.0) -> Tensor:
+    """The loss of a batch, checked to be one finite number.
+
+    `loss` is the caller's function, or names a task; None: the task is the one that the labels show.
+    """
+    if loss is None or isinstance(loss, str):
+        value = default_loss(output, batch, checked_task(loss), label_smoothing=label_smoothing)
+    else:
+        value = _called(loss, output, batch)
     if not isinstance(value, Tensor) or value.ndim != 0:
         raise FairprunerError(
             f"The loss of batch {batch.position} is {describe(value)}, expected a scalar tensor: the mean"
@@ -81,16 +98,26 @@ def mean_loss(loss: Loss | None, output: Any, batch: Batch) -> Tensor:
     return value
 
 
-def loss_or_distance(loss: Loss | None, output: Any, batch: Batch, original: Callable[[], Any]) -> float:
-    """The mean loss; without labels and loss, the mean squared distance to the original model's output."""
-    if loss is not None or isinstance(batch.labels, Tensor):
+def loss_or_distance(
+    loss: Loss | str | None, output: Any, batch: Batch, original: Callable[[], Any]
+) -> float:
+    """The mean loss; without labels and loss, the mean squared distance to the original model's output.
+
+    If two detectors return different numbers of boxes, the distance is infinite.
+    """
+    if loss != "unlabelled" and (loss is not None or isinstance(batch.labels, Tensor)):
         return float(mean_loss(loss, output, batch))
-    pairs = zip(tensors_of(output), tensors_of(original()), strict=True)
-    squares = [float(widened(a - b).square().sum()) for a, b in pairs if a.is_floating_point()]
-    return sum(squares) / batch.size
+    given, wanted = ([t for t in tensors_of(o) if t.is_floating_point()] for o in (output, original()))
+    if [t.shape for t in given] != [t.shape for t in wanted]:
+        return math.inf
+    return (
+        sum(float(in_float32(a - b).square().sum()) for a, b in zip(given, wanted, strict=True)) / batch.size
+    )
 
 
-def default_loss(output: Any, batch: Batch, task: Task | None = None) -> Tensor:
+def default_loss(
+    output: Any, batch: Batch, task: Task | None = None, *, label_smoothing: float = 0.0
+) -> Tensor:
     """The mean loss of a task, by default of the task that labels and output show."""
     task = task or task_of(batch, output)
     if task == "unlabelled":
@@ -98,7 +125,14 @@ def default_loss(output: Any, batch: Batch, task: Task | None = None) -> Tensor:
             f"Batch {batch.position} has no labels, and the loss needs some: give batches such as (input,"
             " label), or pass loss=."
         )
-    return _LOSSES[task](output, batch)
+    if task in _CROSS_ENTROPIES:
+        return _CROSS_ENTROPIES[task](output, batch, label_smoothing)
+    if label_smoothing:
+        raise FairprunerError(
+            f"Label smoothing of {label_smoothing:g} applies to cross-entropy, but the labels of batch"
+            f" {batch.position} show the task {task}: give a label smoothing of 0."
+        )
+    return _OTHER_LOSSES[task](output, batch)
 
 
 def _called(loss: Loss, output: Any, batch: Batch) -> Any:
@@ -117,7 +151,7 @@ def _called(loss: Loss, output: Any, batch: Batch) -> Any:
         ) from error
 
 
-def _classification(output: Any, batch: Batch) -> Tensor:
+def _classification(output: Any, batch: Batch, smoothing: float) -> Tensor:
     logits, labels = logits_of(output), batch.class_labels()
     if logits is None or logits.ndim != 2 or len(logits) != len(labels):
         raise FairprunerError(
@@ -125,7 +159,7 @@ def _classification(output: Any, batch: Batch) -> Tensor:
             " cross-entropy. Pass loss= for other outputs."
         )
     _check_classes(labels, logits, batch)
-    return F.cross_entropy(widened(logits), labels.to(logits.device))
+    return F.cross_entropy(in_float32(logits), labels.to(logits.device), label_smoothing=smoothing)
 
 
 def _mismatch(output: Any, batch: Batch, expected: str) -> FairprunerError:
@@ -148,7 +182,7 @@ def _check_classes(labels: Tensor, logits: Tensor, batch: Batch) -> None:
         )
 
 
-def _segmentation(output: Any, batch: Batch) -> Tensor:
+def _segmentation(output: Any, batch: Batch, smoothing: float) -> Tensor:
     """The mean over all labelled pixels; smaller maps of logits are enlarged to the size of the labels."""
     logits = logits_of(output)
     if logits is None or logits.ndim != 4 or _dims(batch.labels) != 3:
@@ -156,10 +190,10 @@ def _segmentation(output: Any, batch: Batch) -> Tensor:
     labels = pixel_labels(batch.labels).to(logits.device)
     _check_classes(labels, logits, batch)
     if logits.shape[2:] != labels.shape[1:]:
-        logits = F.interpolate(widened(logits), labels.shape[1:], mode="bilinear", align_corners=False)
+        logits = F.interpolate(in_float32(logits), labels.shape[1:], mode="bilinear", align_corners=False)
     if bool((labels < 0).all()):
         raise FairprunerError(f"Batch {batch.position} has no labelled pixel: give maps of class indices.")
-    return F.cross_entropy(widened(logits), labels, ignore_index=-1)
+    return F.cross_entropy(in_float32(logits), labels, ignore_index=-1, label_smoothing=smoothing)
 
 
 def pixel_labels(labels: Tensor) -> Tensor:
@@ -171,7 +205,7 @@ def _multilabel(output: Any, batch: Batch) -> Tensor:
     logits = logits_of(output)
     if logits is None or not isinstance(batch.labels, Tensor) or batch.labels.shape != logits.shape:
         raise _mismatch(output, batch, "a logit for each label, in the same shape")
-    wide = widened(logits)
+    wide = in_float32(logits)
     return F.binary_cross_entropy_with_logits(wide, batch.labels.to(wide.device, wide.dtype))
 
 
@@ -179,7 +213,7 @@ def _regression(output: Any, batch: Batch) -> Tensor:
     found = logits_of(output)
     if found is None or not isinstance(batch.labels, Tensor) or found.numel() != batch.labels.numel():
         raise _mismatch(output, batch, "as many numbers of each")
-    wide = widened(found)
+    wide = in_float32(found)
     return F.mse_loss(wide, batch.labels.to(wide.device, wide.dtype).reshape(wide.shape))
 
 
@@ -192,10 +226,10 @@ def token_losses(output: Any, batch: Batch) -> Tensor | None:
     if logits is None or logits.ndim != 3 or targets is None or targets.shape != logits.shape[:2]:
         return None
     targets = targets.to(logits.device)
-    return F.cross_entropy(widened(logits).movedim(2, 1), targets, ignore_index=IGNORED, reduction="none")
+    return F.cross_entropy(in_float32(logits).movedim(2, 1), targets, ignore_index=IGNORED, reduction="none")
 
 
-def _language(output: Any, batch: Batch) -> Tensor:
+def _language(output: Any, batch: Batch, smoothing: float) -> Tensor:
     """The mean over all tokens that are predicted; logits [N, T, V]."""
     logits, targets = logits_of(output), targets_of(batch.inputs, batch.labels)
     if logits is None or logits.ndim != 3 or targets is None or targets.shape != logits.shape[:2]:
@@ -207,7 +241,8 @@ def _language(output: Any, batch: Batch) -> Tensor:
         )
     targets = targets.flatten().to(logits.device)
     # Ignoring tokens is quicker than selecting the others, which would copy the logits.
-    return F.cross_entropy(widened(logits).flatten(0, 1), targets, ignore_index=IGNORED)
+    rows = in_float32(logits).flatten(0, 1)
+    return F.cross_entropy(rows, targets, ignore_index=IGNORED, label_smoothing=smoothing)
 
 
 def _detection(output: Any, batch: Batch) -> Tensor:
@@ -217,20 +252,23 @@ def _detection(output: Any, batch: Batch) -> Tensor:
     and a copy of it without gradients.
     """
     if isinstance(output, (tuple, list)) and output and isinstance(output[0], Tensor) and output[0].ndim < 2:
-        return widened(output[0]).sum() / batch.size
+        return in_float32(output[0]).sum() / batch.size
     losses = list(output.values()) if isinstance(output, Mapping) else []
     if not losses or not all(isinstance(value, Tensor) and value.ndim == 0 for value in losses):
         raise FairprunerError(
             f"The model returned {describe(output)}, expected the losses for images and boxes that the"
             " detectors of torchvision and Ultralytics return in training mode. Pass loss= for other outputs."
         )
-    return torch.stack([widened(value) for value in losses]).sum()
+    return torch.stack([in_float32(value) for value in losses]).sum()
 
 
-_LOSSES: dict[Task, Callable[[Any, Batch], Tensor]] = {
+# With the classes of samples, tokens or pixels as labels, which can be smoothed.
+_CROSS_ENTROPIES: dict[Task, Callable[[Any, Batch, float], Tensor]] = {
     "classification": _classification,
     "language": _language,
     "segmentation": _segmentation,
+}
+_OTHER_LOSSES: dict[Task, Callable[[Any, Batch], Tensor]] = {
     "multilabel": _multilabel,
     "regression": _regression,
     "detection": _detection,

@@ -15,9 +15,10 @@ from fairpruner.core.sealed import Json, digest
 from fairpruner.core.work_folder import WorkFolder
 from fairpruner.errors import FairprunerError
 from fairpruner.inputs.batches import Batch, forward
+from fairpruner.inputs.stored_calls import StoredCalls
 from fairpruner.inputs.streamed import ORIGINAL, Streamed
 from fairpruner.models.calling import describe, in_eval_mode, tensors_of
-from fairpruner.models.layer_calls import CALLS, LayerCall, LayerModel, SharedTensors
+from fairpruner.models.layer_calls import CALLS, LayerModel
 from fairpruner.models.randomness import random_state_kept
 from fairpruner.terminal.progress import batch_bar
 
@@ -44,22 +45,28 @@ class Walk:
         batches: Sequence[Batch],
         folder: WorkFolder,
         show: Callable[[str, int, str], None],
+        *,
+        room: int,
     ) -> None:
+        """`room`: bytes on disk that the walk takes, without those of what layers are called with."""
         self.streamed, self.batches, self.folder = streamed, batches, folder
-        self._show, self._done = show, 0
-        self._calls: list[list[LayerCall]] = []  # of each batch and layer, without streams
+        self._show, self._done, self._room = show, 0, room
+        self._calls = StoredCalls(folder)
 
     def start(self, *roles: str) -> None:
         """Find out what the layers are called with, and keep what the first one reads, once for each role."""
-        shell, shared = self.streamed.shell(), SharedTensors()
+        self.folder.check_room(self._room)  # before anything is read or written
+        shell = self.streamed.shell()
         missing = [role for role in roles if not self._begun(role)]
         with ExitStack() as stages:
             writers = [stages.enter_context(self.folder.writing(stage(role, 0))) for role in missing]
+            add = stages.enter_context(self._calls.writing())
             for index, batch in enumerate(self.batches):
                 calls = shell.calls(batch.inputs)
-                self._calls.append(shared.without_streams(calls))
+                add(calls)
                 for write in writers:
                     write(index, calls[0].stream.numpy())
+        self.streamed.say(self.folder.check_room(self._room + self._calls.bytes))
 
     def _begun(self, role: str) -> bool:
         return any(name.startswith(f"{role}-") for name in self.folder.stages())
@@ -67,9 +74,7 @@ class Walk:
     def batch(self, index: int, layer: int, roles: Sequence[str]) -> Batch:
         """A batch as a `LayerModel` of one of these roles is called with it."""
         whole = self.batches[index]
-        calls = {
-            role: replace(self._calls[index][layer], stream=self.stream(index, layer, role)) for role in roles
-        }
+        calls = {role: self._calls.of(index, layer, self.stream(index, layer, role)) for role in roles}
         return replace(whole, inputs={**whole.inputs, CALLS: calls})
 
     def stream(self, index: int, layer: int, role: str = ORIGINAL) -> Tensor:
@@ -149,9 +154,9 @@ def walking(
     finished = False
     try:
         tokens = sum(batch.inputs["input_ids"].numel() for batch in batches)
-        streamed.say(folder.check_room(disk.streams * tokens * streamed.width * 4 + disk.beside))
+        room = disk.streams * tokens * streamed.width * 4 + disk.beside
         with batch_bar(passes * streamed.count * len(batches)) as show, random_state_kept(), torch.no_grad():
-            yield Walk(streamed, batches, folder, show)
+            yield Walk(streamed, batches, folder, show, room=room)
         finished = True
     finally:
         folder.close(finished=finished)

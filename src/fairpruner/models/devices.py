@@ -63,10 +63,10 @@ def has_float64(device: torch.device) -> bool:
     return True
 
 
-def widened(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in the most exact type that its device has.
+def in_float64(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in float64; in float32 if its device has no float64.
 
-    >>> widened(torch.ones(1)).dtype
+    >>> in_float64(torch.ones(1)).dtype
     torch.float64
     """
     return tensor.double() if has_float64(tensor.device) else tensor.float()

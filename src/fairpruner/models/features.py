@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fairpruner.errors import FairprunerError
 from fairpruner.models.observing import OBSERVED_OPERATIONS
-from fairpruner.models.precision import widened
+from fairpruner.models.precision import in_float32
 from fairpruner.models.torch_calls import TorchCalls
 
 
@@ -45,6 +45,6 @@ class LastInput(TorchCalls):
 
 def mean_over_tokens(source: Tensor, real: Tensor) -> Tensor:
     """The mean over the real tokens of each text, [N, T, C] -> [N, C]."""
-    source = widened(source)
+    source = in_float32(source)
     weights = real.to(source) / real.sum(1, keepdim=True).clamp(min=1)  # [N, T]
     return torch.bmm(weights.unsqueeze(1), source).squeeze(1)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from fairpruner.errors import FairprunerError
 from fairpruner.models.calling import describe
 
 CALLS = "layer_calls"  # the argument of a `LayerModel`: role -> `LayerCall`
-COMPARED = 8  # tensors of one shape that a new one may equal
+
+Rest = TypeVar("Rest")
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,16 +43,24 @@ class LayerCall:
     def mapped(self, change: Callable[[Tensor], Tensor]) -> LayerCall:
         """The call with every tensor changed that has a dimension for texts."""
 
+        def changed(tensor: Tensor) -> Tensor:
+            return change(tensor) if tensor.ndim > 1 else tensor
+
+        return replace(self.with_rest(Tensor, changed), stream=change(self.stream))
+
+    def with_rest(self, kind: type[Rest], change: Callable[[Rest], Any]) -> LayerCall:
+        """The call with everything of one kind changed in its arguments beside the stream."""
+
         def changed(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                return change(value) if value.ndim > 1 else value
+            if isinstance(value, kind):
+                return change(value)
             if isinstance(value, Mapping):
                 return {key: changed(item) for key, item in value.items()}
             if isinstance(value, (tuple, list)):
                 return type(value)(map(changed, value))
             return value
 
-        return LayerCall(change(self.stream), self.place, changed(self.args), changed(self.kwargs))
+        return replace(self, args=changed(self.args), kwargs=changed(self.kwargs))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerCall:
         """A call whose stream a layer may overwrite."""
@@ -99,31 +107,3 @@ class LayerModel(nn.Module):
         given = layer_calls[self.role]
         self.entered = given.stream
         return given.run(self.layer)
-
-
-class SharedTensors:
-    """Holds the masks and positions of many batches, equal ones only once."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[Any, ...], list[Tensor]] = {}
-
-    def without_streams(self, calls: Sequence[LayerCall]) -> list[LayerCall]:
-        """The calls with an empty stream, and with tensors that are shared with calls before."""
-        return [
-            replace(c, stream=c.stream.new_empty(0), args=self._shared(c.args), kwargs=self._shared(c.kwargs))
-            for c in calls
-        ]
-
-    def _shared(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            known = self._known.setdefault((value.dtype, value.shape), [])
-            for tensor in known[-COMPARED:]:
-                if tensor is value or torch.equal(tensor, value):
-                    return tensor
-            known.append(value)
-            return value
-        if isinstance(value, Mapping):
-            return {key: self._shared(item) for key, item in value.items()}
-        if isinstance(value, (tuple, list)):
-            return type(value)(map(self._shared, value))
-        return value

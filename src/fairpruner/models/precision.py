@@ -1,4 +1,7 @@
-"""Statistics of low-precision tensors are computed in float32, those of float64 tensors in float64."""
+"""Statistics of low-precision tensors are computed in float32, those of float64 tensors in float64.
+
+The caller's autocast applies to models, not to statistics.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,25 @@ def wide_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
-def widened(tensor: Tensor) -> Tensor:
-    """The tensor in its `wide_dtype`; the tensor itself if it has that dtype.
+def in_float32(tensor: Tensor) -> Tensor:
+    """The tensor in float32; a tensor in float32 or float64 stays as it is.
 
-    >>> widened(torch.zeros(2, dtype=torch.bfloat16)).dtype
+    >>> in_float32(torch.zeros(2, dtype=torch.bfloat16)).dtype
     torch.float32
     """
     return tensor.to(wide_dtype(tensor))
+
+
+def without_autocast(device: torch.device) -> torch.autocast:
+    """Inside, products on a device have the dtype of their operands, also if the caller uses autocast.
+
+    >>> with torch.autocast("cpu", torch.bfloat16), without_autocast(torch.device("cpu")):
+    ...     (torch.ones(1, 2) @ torch.ones(2, 1)).dtype
+    torch.float32
+    """
+    return torch.autocast(device.type, enabled=False)
+
+
+def forget_casts() -> None:
+    """Let the caller's autocast cast weights again: it keeps copies, and the weights have changed."""
+    torch.clear_autocast_cache()

@@ -5,14 +5,17 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterable, Iterator, Sized
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from fairpruner.errors import FairprunerError
 from fairpruner.inputs.batches import Batch, read_batches
+from fairpruner.inputs.same_order import parts_that_shuffle
 
 # The settings of a loader that do not depend on the order of its batches.
 LOADER_SETTINGS = (
@@ -90,20 +93,19 @@ def steps_of(data: Iterable[Any]) -> int | None:
 
 
 def epoch_batches(
-    data: Iterable[Any], device: torch.device, *, seed: int, epoch: int, start: int = 0
+    data: Iterable[Any], device: torch.device, model: nn.Module, *, seed: int, epoch: int, start: int = 0
 ) -> Iterator[Batch]:
-    """The batches of an epoch from position `start` on.
+    """The batches of an epoch for a model, from position `start` on.
 
     The earlier batches are read too and dropped, because the order and the augmentation of the later ones
     depend on them.
     """
-    for source in _sources(data):
-        generator = getattr(source, "generator", None)
-        if isinstance(generator, torch.Generator):
-            generator.manual_seed(_mixed(seed, epoch))
+    for generator in _generators(data):
+        generator.manual_seed(_mixed(seed, epoch))
+    for source in parts_that_shuffle(data):
         if hasattr(source, "set_epoch"):
             source.set_epoch(epoch)
-    batches = read_batches(data, device)
+    batches = read_batches(data, device, model)
     for position in itertools.count():
         reseed(device, seed, epoch, position, READING)
         batch = next(batches, None)
@@ -118,10 +120,19 @@ def epoch_batches(
             yield batch
 
 
-def _sources(data: Any) -> Iterator[Any]:
-    """The data, and every object inside a loader that may shuffle it."""
-    yield data
-    for name in ("dataset", "sampler", "batch_sampler"):
-        inner = getattr(data, name, None)
-        if inner is not None:
-            yield from _sources(inner)
+@contextmanager
+def generators_kept(*data: Iterable[Any] | None) -> Iterator[None]:
+    """Restores the states of all random generators that `epoch_batches` seeds."""
+    before = [(generator, generator.get_state()) for item in data for generator in _generators(item)]
+    try:
+        yield
+    finally:
+        for generator, state in before:
+            generator.set_state(state)
+
+
+def _generators(data: Any) -> Iterator[torch.Generator]:
+    for source in parts_that_shuffle(data):
+        generator = getattr(source, "generator", None)
+        if isinstance(generator, torch.Generator):
+            yield generator

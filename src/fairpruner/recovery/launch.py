@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,8 +22,27 @@ if TYPE_CHECKING:
 SHARDED = ("FSDP", "DEEPSPEED", "MEGATRON_LM")  # ways to launch in which no process holds the whole model
 
 
-def accelerator_of_launch() -> Accelerator:
-    """The accelerator of this launch.
+@contextmanager
+def accelerator_of_launch() -> Iterator[Accelerator]:
+    """The accelerator of this launch; afterwards, the state that all accelerators share is as before.
+
+    Otherwise accelerate would refuse an accelerator with other settings in the same process.
+    """
+    import_extra("accelerate", "train", "Recovery")
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    shared = [state._shared_state for state in (AcceleratorState, GradientState, PartialState)]
+    before = [dict(values) for values in shared]
+    try:
+        yield _joined_accelerator()
+    finally:
+        for values, old in zip(shared, before, strict=True):
+            values.clear()
+            values.update(old)
+
+
+def _joined_accelerator() -> Accelerator:
+    """A new accelerator.
 
     Raises unless accelerate joined all launched processes; otherwise each would train alone.
     """
@@ -31,9 +51,10 @@ def accelerator_of_launch() -> Accelerator:
         if dist.is_available() and dist.is_initialized()
         else int(os.environ.get("WORLD_SIZE", "1"))
     )
-    accelerate = import_extra("accelerate", "train", "Recovery")
+    from accelerate import Accelerator
+
     on_cpu = launched > 1 and not torch.accelerator.is_available()
-    accelerator: Accelerator = accelerate.Accelerator(cpu=on_cpu)
+    accelerator = Accelerator(cpu=on_cpu)
     if accelerator.num_processes != launched:
         raise FairprunerError(
             f"{launched} processes were launched, but accelerate joined {accelerator.num_processes}: set"

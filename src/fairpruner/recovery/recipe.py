@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fairpruner.errors import FairprunerError, unknown
-from fairpruner.inputs.losses import Loss
+from fairpruner.inputs.losses import Loss, checked_task
 from fairpruner.models.torch_private import AnyBatchNorm
 
 MakeOptimizer = Callable[[list[nn.Parameter], "Recipe"], Optimizer]
@@ -52,7 +52,7 @@ class Recipe:
 
     The batch size is a setting of the data loader. `optimizer` and `schedule` are names or functions:
     (parameters, recipe) -> optimizer, and share of the training done -> factor of the learning rate.
-    `loss(output, label)` is cross-entropy by default.
+    `loss` is a function (output, label) -> mean, or the name of a task; by default the labels show the task.
 
     >>> Recipe(optimizer="adamw", learning_rate=1e-3, ema=0.99).schedule
     'cosine'
@@ -62,7 +62,7 @@ class Recipe:
     learning_rate: float = 0.005
     weight_decay: float = 0.0
     schedule: str | Schedule = "cosine"
-    loss: Loss | None = None
+    loss: Loss | str | None = None
     label_smoothing: float = 0.0
     ema: float = 0.0  # decay of the average of the weights, which is then validated and returned; 0 is off
     distillation: float = 0.5  # weight of the distillation loss, if there is a teacher
@@ -81,6 +81,7 @@ class Recipe:
         ):
             if not callable(value) and value not in table:
                 raise unknown(what, value, table)
+        checked_task(self.loss)
         for name, (fits, expected) in RANGES.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not fits(value):
@@ -90,7 +91,7 @@ class Recipe:
                 f"Recipe distillation={self.distillation:g} and matching={self.matching:g} are shares of one"
                 " loss, expected a sum of at most 1."
             )
-        if self.loss is not None and self.label_smoothing:
+        if callable(self.loss) and self.label_smoothing:
             raise FairprunerError(
                 f"Recipe label_smoothing={self.label_smoothing:g} applies to cross-entropy, which loss="
                 " replaces: give one of the two."
@@ -100,8 +101,8 @@ class Recipe:
     def short_for(cls, model: nn.Module, *, near: bool = False) -> Recipe:
         """The recipe for a few epochs with a teacher, which `prune` uses.
 
-        It distils the teacher's logits. `near` is for a model that was repaired and whose blocks give outputs
-        of the teacher's shapes: then these outputs are matched, and no labels are needed. Networks with batch
+        It distils the teacher's outputs. `near` is for a repaired model whose blocks give outputs of the
+        teacher's shapes: then these outputs are matched, and no labels are needed. Networks with batch
         norms are trained at higher rates than others, such as transformers.
 
         >>> Recipe.short_for(nn.Linear(3, 2), near=True).matching

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import astuple, replace
 from pathlib import Path
@@ -23,12 +23,13 @@ from fairpruner.inputs.workers import naming_dead_workers
 from fairpruner.models.copying import deep_copy
 from fairpruner.models.devices import device_of_model, devices_of_model
 from fairpruner.models.narrowing import copy_with
+from fairpruner.models.precision import in_float32
 from fairpruner.models.randomness import random_state_kept
 from fairpruner.models.supported import check_has_numbers
 from fairpruner.models.torch_private import AnyBatchNorm
 from fairpruner.recovery.averaging import ema_of
 from fairpruner.recovery.checkpoints import FILE, identity, load_checkpoint, save_checkpoint
-from fairpruner.recovery.data import COMPUTING, epoch_batches, reseed, shard, steps_of
+from fairpruner.recovery.data import COMPUTING, epoch_batches, generators_kept, reseed, shard, steps_of
 from fairpruner.recovery.history import Epoch, Tally
 from fairpruner.recovery.interrupts import noticing_interrupts
 from fairpruner.recovery.launch import (
@@ -79,24 +80,29 @@ def recover(
         check_has_numbers(net)
     for name, data in (("training", train), ("validation", validation)):
         check_rereadable(data, "every epoch reads it", name=f"{name} data")
-    training = _Training(
-        accelerator_of_launch(),
-        small,
-        teacher,
-        recipe=recipe or Recipe(),
-        epochs=epochs,
-        folder=Path(folder) if folder is not None else None,
-    )
-    training.set_data(train, validation)
-    training.resume()
-    quiet = not training.accelerator.is_main_process
     with (
-        random_state_kept(devices_of_model(training.state.net)),
-        noticing_interrupts() as stop,
-        training_bar(epochs, training.steps, quiet=quiet) as show,
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        generators_kept(train, validation),
+        accelerator_of_launch() as accelerator,
     ):
-        training.run(on_epoch or (lambda epoch: None), stop, show)
-    return copy_with(small, lambda name, tensor: training.state.best[name].to(tensor.device))
+        training = _Training(
+            accelerator,
+            small,
+            teacher,
+            recipe=recipe or Recipe(),
+            epochs=epochs,
+            folder=Path(folder) if folder is not None else None,
+        )
+        training.set_data(train, validation)
+        training.resume()
+        with (
+            random_state_kept(devices_of_model(training.state.net)),
+            noticing_interrupts() as stop,
+            training_bar(epochs, training.steps, quiet=not accelerator.is_main_process) as show,
+        ):
+            training.run(on_epoch or (lambda epoch: None), stop, show)
+        return copy_with(small, lambda name, tensor: training.state.best[name].to(tensor))
 
 
 class _Training:
@@ -113,8 +119,10 @@ class _Training:
         folder: Path | None,
     ) -> None:
         self.accelerator, self.recipe, self.epochs, self.folder = accelerator, recipe, epochs, folder
+        self.small = small  # determines how batches are read
         self.teacher = None if teacher is None else placed(deep_copy(teacher), accelerator).eval()
-        net = placed(deep_copy(small), accelerator)
+        net = placed(_wide_copy(small), accelerator)
+        self.is_wider = [p.dtype for p in net.parameters()] != [p.dtype for p in small.parameters()]
         average = ema_of(net, recipe.ema) if recipe.ema else None
         optimizer = recipe.make_optimizer(net)
         # Their outputs are matched with the teacher's.
@@ -177,9 +185,7 @@ class _Training:
         """Train on the remaining batches of the current epoch."""
         state = self.state
         try:
-            for batch in epoch_batches(
-                self.train, self.device, seed=self.recipe.seed, epoch=state.epoch, start=state.position
-            ):
+            for batch in self._batches(self.train, start=state.position):
                 self._step(batch)
                 show(state.epoch, state.position, state.tally)
                 if self.unsaved >= self.recipe.checkpoint_every:
@@ -192,6 +198,11 @@ class _Training:
             raise
         if not state.position:
             raise no_samples("training data")
+
+    def _batches(self, data: Iterable[Any], start: int = 0) -> Iterator[Batch]:
+        """The batches of the current epoch."""
+        seed, epoch = self.recipe.seed, self.state.epoch
+        return epoch_batches(data, self.device, self.small, seed=seed, epoch=epoch, start=start)
 
     def _step(self, batch: Batch) -> None:
         """Train on one batch."""
@@ -229,9 +240,11 @@ class _Training:
         return autocast(self.precision, self.accelerator, self.device)
 
     def _forward(self, model: nn.Module, batch: Batch) -> Any:
-        """The output of a model; losses are computed in float32."""
+        """The output of a model in training; losses are computed in float32."""
         from accelerate.utils import convert_to_fp32
 
+        if self.is_wider:  # than the model that the inputs are for
+            batch = replace(batch, inputs=convert_to_fp32(batch.inputs))
         return forward(model, batch) if self.precision == "no" else convert_to_fp32(forward(model, batch))
 
     def _factor(self, position: int) -> float:
@@ -268,9 +281,7 @@ class _Training:
         tally, model = Tally(), self.state.judged
         model.train().eval()  # train() makes modules drop tensors that they derived from old weights
         with torch.no_grad(), self._autocast():
-            for batch in epoch_batches(
-                self.validation, self.device, seed=self.recipe.seed, epoch=self.state.epoch
-            ):
+            for batch in self._batches(self.validation):
                 output = self._forward(model, batch)
                 tally.add(float(mean_loss(self.recipe.loss, output, batch)), output, batch)
         total = self._total(tally)
@@ -307,6 +318,11 @@ class _Training:
         tally = self._total(self.state.tally)
         if self.accelerator.is_main_process:
             save_checkpoint(self.state.checkpoint(tally), self.folder, self.settings)
+
+
+def _wide_copy(model: nn.Module) -> nn.Module:
+    """A copy with float32 in place of float16 and bfloat16, where rounding would undo most updates."""
+    return copy_with(model, lambda name, tensor: in_float32(tensor) if tensor.is_floating_point() else tensor)
 
 
 def _keep_statistics(net: nn.Module) -> None:

@@ -39,7 +39,7 @@ def repair(
     data: Iterable[Any],
     *,
     method: str | Sequence[str] = "least_squares",
-    loss: Loss | None = None,
+    loss: Loss | str | None = None,
 ) -> nn.Module:
     """A copy of `small`, the cut of `model` by `plan`, whose weights compensate for the removed units.
 
@@ -55,8 +55,8 @@ def repair(
     - `batchnorm` estimates running statistics again.
     - `tune` takes gradient steps towards the original's activations; all other methods are closed-form.
 
-    Several methods are applied one after the other. Each is applied only if it does not raise the `loss`
-    (cross-entropy by default) on the first samples.
+    Several methods are applied one after the other. Each is applied only if it does not raise the `loss` on
+    the first samples: that of the task that the labels show, of a task that you name, or your function.
 
     >>> import fairpruner as fp
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)).double()  # 8 units that 4 inputs determine
@@ -77,7 +77,7 @@ def repair_with_notes(
     data: Iterable[Any],
     *,
     method: str | Sequence[str] = "least_squares",
-    loss: Loss | None = None,
+    loss: Loss | str | None = None,
 ) -> Repaired:
     """The same as `repair`, with a note for each weight: `repaired`, `kept` or `skipped`, and why."""
     methods = (method,) if isinstance(method, str) else tuple(method)
@@ -114,7 +114,7 @@ def _read(method: str, data: Iterable[Any], device: torch.device, model: nn.Modu
             advance(batch.size)
 
 
-def _loss(small: nn.Module, model: nn.Module, data: Iterable[Any], *, loss: Loss | None) -> float:
+def _loss(small: nn.Module, model: nn.Module, data: Iterable[Any], *, loss: Loss | str | None) -> float:
     """The mean loss of the compared batches, or their distance to the original if they have no labels."""
     total, samples = 0.0, 0
     for batch in compared(read_batches(data, device_of_model(model), model)):

@@ -19,7 +19,7 @@ from fairpruner.inputs.batches import Batch, forward
 from fairpruner.inputs.tokens import counted_rows
 from fairpruner.models.calling import tensors_of
 from fairpruner.models.experts import ExpertBlock
-from fairpruner.models.precision import widened
+from fairpruner.models.precision import in_float32
 from fairpruner.models.torch_calls import TorchCalls
 from fairpruner.repair.interceptor import ADDITIONS
 from fairpruner.repair.job import Job
@@ -68,10 +68,10 @@ class BlockCalls:
 
     def _observed(self, batch: Batch) -> BlockCall:
         original, ours = (_observe(m, self._path, batch) for m in (self._job.model, self._job.small))
-        target = widened(original.out)
+        target = in_float32(original.out)
         if original.sum is not None and ours.sum is not None:
-            stream = widened(ours.sum) - widened(ours.out)
-            target = widened(original.sum) - stream
+            stream = in_float32(ours.sum) - in_float32(ours.out)
+            target = in_float32(original.sum) - stream
         target = target.flatten(0, -2)
         rows = counted_rows(len(target), batch.inputs, self._path)
         first = in_first_half(rows, len(target), batch.size, batch.position)

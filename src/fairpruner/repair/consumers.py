@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from fairpruner.core.arrays import Ints
 from fairpruner.core.units import Slice, UnitSpace
 from fairpruner.inputs.batches import Batch
-from fairpruner.models.precision import widened
+from fairpruner.models.precision import in_float32, without_autocast
 from fairpruner.models.reads import positions_of
 from fairpruner.repair.products import Product
 from fairpruner.repair.regression import Halves, NormalEquations, float64
@@ -117,8 +117,9 @@ class Moments:
         """Add one batch's input."""
         source = product.source
         rows = product.split(source, product.counted(source, batch), batch)
-        values = widened(product.outputs(source, rows))  # [rows, C]
-        new = [self._sums(values[: rows.fitted]), self._sums(values[rows.fitted :])]
+        values = in_float32(product.outputs(source, rows))  # [rows, C]
+        with without_autocast(values.device):
+            new = [self._sums(values[: rows.fitted]), self._sums(values[rows.fitted :])]
         if self._halves is None:
             self._halves = new
         else:

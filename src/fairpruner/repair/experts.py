@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from fairpruner.models.calling import tensors_of
 from fairpruner.models.experts import ExpertBlock, expert_blocks
-from fairpruner.models.precision import widened
+from fairpruner.models.precision import forget_casts, in_float32, without_autocast
 from fairpruner.models.routing import RouterOutput, watching_experts
 from fairpruner.repair.block_calls import BlockCall, BlockCalls, caller_of
 from fairpruner.repair.job import Job
@@ -128,7 +128,8 @@ class _Features:
     def equations(self, rows: Tensor, missing: Tensor) -> NormalEquations:
         """The normal equations that fit what the output misses, [T, H], for the chosen tokens."""
         chunks = rows.split(TOKENS) or (rows,)
-        found = [self._equations(chunk, missing[chunk]) for chunk in chunks]
+        with without_autocast(missing.device):
+            found = [self._equations(chunk, missing[chunk]) for chunk in chunks]
         return sum(found[1:], found[0])
 
     def _equations(self, rows: Tensor, missing: Tensor) -> NormalEquations:
@@ -136,11 +137,11 @@ class _Features:
         row_of_token[rows] = torch.arange(len(rows), device=rows.device)
         chosen = row_of_token[self.token] >= 0
         row, expert = row_of_token[self.token[chosen]], self.expert[chosen]
-        values, missing = widened(self.values[chosen]), widened(missing)
+        values, missing = in_float32(self.values[chosen]), in_float32(missing)
         width = values.shape[1]
         dense = missing.new_zeros(len(rows), self.experts, width)
         dense[row, expert] = values
-        features = torch.cat([dense.flatten(1), widened(self.tails[rows])], 1)  # [rows, p]
+        features = torch.cat([dense.flatten(1), in_float32(self.tails[rows])], 1)  # [rows, p]
         gram = features.new_zeros(features.shape[1], features.shape[1])
         for number in range(self.experts):  # each expert has features for the few tokens that it serves
             own = expert == number
@@ -185,7 +186,7 @@ class _LastMatrices:
     def features(self, call: BlockCall, part: SolvedTogether) -> tuple[_Features, Tensor]:
         """The features of a part, and what the block's output misses, [T, H]."""
         run = self._run(call)
-        missing = call.target - widened(run.out.detach())
+        missing = call.target - in_float32(run.out.detach())
         scaled = [missing[:, :0]]
         for tail in (self._tails[number] for number in part.tails):
             # The gradient of the block's output shows by how much the tail was scaled.
@@ -214,6 +215,7 @@ class _LastMatrices:
         weights += [self._tails[number].weight.mT for number in part.tails]
         for weight, change in zip(weights, slope.split([len(weight) for weight in weights]), strict=True):
             weight += change.to(weight)  # [I, H]
+        forget_casts()
 
     def _run(self, call: BlockCall) -> _BlockRun:
         """Run the block alone, with gradients."""
@@ -256,6 +258,8 @@ def _is_tail(out: Tensor, output: Tensor) -> bool:
     (plain,), (weighted,) = derivative(torch.ones_like(out)), derivative(weights.expand_as(out).contiguous())
     if plain is None or weighted is None:
         return False
-    plain, weighted = plain.flatten(0, -2), weighted.flatten(0, -2)  # [T, H]
+    plain, weighted = (in_float32(gradient.flatten(0, -2)) for gradient in (plain, weighted))  # [T, H]
     scale = plain[:, :1]
-    return torch.allclose(plain, scale.expand_as(plain)) and torch.allclose(weighted, scale * weights)
+    rounding = max(1e-5, *(4 * torch.finfo(tensor.dtype).eps for tensor in (out, output)))
+    same = partial(torch.allclose, rtol=rounding)
+    return same(plain, scale.expand_as(plain)) and same(weighted, scale * weights.to(scale))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fairpruner.core.plan import Plan
 from fairpruner.inputs.batches import Batch, forward
 from fairpruner.models.experts import expert_lists
+from fairpruner.models.precision import forget_casts
 from fairpruner.repair.consumers import Consumer, Moments, consumers_of
 from fairpruner.repair.interceptor import Interceptor
 from fairpruner.repair.job import Job
@@ -131,6 +132,7 @@ def apply(small: nn.Module, plan: Plan, moments: Moments, offset: Offset | None,
                 constant = found.fit.offset.unflatten(1, matrix.shape[2:]).sum(1).flatten()
                 target = tensors[offset.tensor]
                 target.add_(offset.sign * constant[product.kept_outputs(kept)].to(target))
+        forget_casts()
     return Note.of(name, found)
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from fairpruner.models.calling import tensors_of
 from fairpruner.models.experts import ExpertBlock, expert_blocks, is_route
-from fairpruner.models.precision import widened
+from fairpruner.models.precision import forget_casts, in_float32
 from fairpruner.repair.block_calls import BlockCalls, caller_of
 from fairpruner.repair.job import Job
 from fairpruner.repair.notes import NO_EXPERTS, Note
@@ -62,13 +62,14 @@ def _merge(job: Job, block: ExpertBlock, removed: Tensor) -> Note:
         for share in SHARES:
             result = functional_call(module, weights(share), call.args, dict(call.kwargs))
             out = next(tensors_of(result)).flatten(0, -2)  # [T, H]
-            errors[share] += float((call.target - widened(out))[rows].square().sum())
+            errors[share] += float((call.target - in_float32(out))[rows].square().sum())
     best = min(SHARES, key=errors.__getitem__)
     if best == 0:
         reason = "no share of the way to the means brings the block nearer to the original"
         return Note(block.name, "kept", reason)
     for name, tensor in weights(best).items():
         module.get_parameter(name).copy_(tensor)
+    forget_casts()
     reason = f"merged by {best:.0%} of the way to the means"
     return Note(block.name, "repaired", reason, errors[best] / errors[0.0])
 

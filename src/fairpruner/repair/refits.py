@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fairpruner.models.precision import forget_casts, without_autocast
 from fairpruner.repair.products import Product, Rows
 from fairpruner.repair.regression import Fit, Halves, JudgedFit, float64, judged_fit
 from fairpruner.repair.weight_uses import WeightUse
@@ -89,11 +90,13 @@ class Refit:
                 self._constant.copy_(
                     self._constant_before + self._offset.sign * self._change.offset.flatten()
                 )
+        forget_casts()
 
 
 def _applied(fit: Fit, features: Tensor) -> Tensor:
     """A fit applied to features [G, rows, p]: [rows, outputs]."""
-    given = features @ fit.slope.to(features) + fit.offset[:, None].to(features)  # [G, rows, q]
+    with without_autocast(features.device):
+        given = features @ fit.slope.to(features) + fit.offset[:, None].to(features)  # [G, rows, q]
     return given.transpose(0, 1).flatten(1)
 
 

@@ -25,7 +25,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from fairpruner.models.precision import widened
+from fairpruner.models.precision import in_float32, without_autocast
 
 # The first is for solutions that are exact, the last for very few samples.
 DAMPINGS = (1e-13, 1e-9, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
@@ -70,7 +70,7 @@ class NormalEquations:
     @staticmethod
     def of(features: Tensor, targets: Tensor, weights: Tensor | None = None) -> NormalEquations:
         """From features [G, rows, p] and targets [G, rows, q]; `weights` [rows] multiply squared errors."""
-        features, targets = widened(features), widened(targets)
+        features, targets = in_float32(features), in_float32(targets)
         if not features.shape[1]:  # a batch of one sample leaves a half without rows: nothing is allocated
             groups, p, q = len(features), features.shape[2], targets.shape[2]
             shapes = (groups, p, p), (groups, p, q), (groups, q), (groups, p), (groups, q)
@@ -80,10 +80,12 @@ class NormalEquations:
             root = weights.to(features).sqrt()[:, None]  # [rows, 1]
             features, targets, rows = features * root, targets * root, float(weights.sum())
             counted_features, counted_targets = features * root, targets * root
+        with without_autocast(features.device):
+            gram, cross = _gram(features), features.mT @ targets
         return NormalEquations(
             rows,
-            gram=float64(_gram(features)),
-            cross=float64(features.mT @ targets),
+            gram=float64(gram),
+            cross=float64(cross),
             square=float64(targets.square().sum(1)),
             features=float64(counted_features.sum(1)),
             targets=float64(counted_targets.sum(1)),

@@ -39,7 +39,7 @@ from fairpruner.core.plan import Plan
 from fairpruner.inputs.batches import Batch, forward
 from fairpruner.inputs.tokens import real_tokens
 from fairpruner.models.experts import expert_lists
-from fairpruner.models.precision import widened
+from fairpruner.models.precision import in_float32
 from fairpruner.repair.interceptor import Interceptor
 from fairpruner.repair.job import Job
 from fairpruner.repair.notes import ROUTED, UNSEEN, USED_ELSEWHERE, Note
@@ -190,7 +190,7 @@ class _OriginalPass(Interceptor):
             rows = self._rows_of(product, out)
             addition = self._uses[product.name].addition
             if addition is None:
-                self._take(product, rows, widened(product.outputs(out, rows)))
+                self._take(product, rows, in_float32(product.outputs(out, rows)))
             else:
                 self._arriving[addition.number] = product, rows
         return out
@@ -198,7 +198,7 @@ class _OriginalPass(Interceptor):
     def addition(self, number: int, operands: list[Tensor], in_place: bool) -> None:
         if number in self._arriving:
             product, rows = self._arriving.pop(number)
-            one, other = (widened(product.outputs(operand, rows)) for operand in operands)
+            one, other = (in_float32(product.outputs(operand, rows)) for operand in operands)
             self._take(product, rows, one + other, in_stream=True)
 
     def _rows_of(self, product: Product, out: Tensor) -> Rows:
@@ -270,14 +270,14 @@ class _CutPass(Interceptor):
         refit = self._group.refit_of(product, self._tensors, use, target)
         if refit is None:
             return product.run()
-        features = widened(product.features(target.rows).flatten(2))  # [G, rows, p]
+        features = in_float32(product.features(target.rows).flatten(2))  # [G, rows, p]
         if use.addition is None:
             refit.add(features, target.values - refit.before(features), target)
             if self._solve is not _Solve.LATER:
                 refit.solve(last=self._solve is _Solve.LAST)
             return product.run()
         out = product.run()
-        outputs = widened(product.outputs(out, target.rows))
+        outputs = in_float32(product.outputs(out, target.rows))
         arriving = _Arriving(product, refit, out, features, outputs, use.addition.side)
         self._arriving[use.addition.number] = arriving
         return out
@@ -288,7 +288,7 @@ class _CutPass(Interceptor):
             return
         product, refit, side = arriving.product, arriving.refit, arriving.side
         target = self._targets[product.name]
-        own, other = (widened(product.outputs(operands[s], target.rows)) for s in (side, 1 - side))
+        own, other = (in_float32(product.outputs(operands[s], target.rows)) for s in (side, 1 - side))
         scale = channel_scale(arriving.outputs, own)  # [outputs]
         missing = torch.where(scale != 0, (target.values - own - other) / scale, 0.0)
         missing += refit.change(arriving.features)  # the error of the unchanged weight

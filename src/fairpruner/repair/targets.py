@@ -14,10 +14,8 @@ from torch import Tensor, nn
 
 from fairpruner.core.plan import Plan
 from fairpruner.inputs.activations import BlockOutputs, Outputs, blocks_in_common
-from fairpruner.inputs.batches import Batch, forward
+from fairpruner.inputs.batches import Batch, Mark, forward
 from fairpruner.inputs.tokens import real_tokens
-from fairpruner.models.calling import tensors_of
-from fairpruner.models.devices import widened
 from fairpruner.repair.tensors import kept_by_dim
 
 SAMPLES = 64  # that the models run on together, at most
@@ -25,7 +23,6 @@ TOKENS = 2048  # the same for texts, whose logits take most memory
 MOST_HELD = 2**30  # bytes
 
 _Narrowed = tuple[int, Tensor] | None  # along which dim an output keeps which indices; None: it keeps all
-_Mark = tuple[tuple[tuple[int, ...], float], ...]
 
 
 def together(batch: Batch) -> int:
@@ -44,20 +41,20 @@ class Targets:
         self.blocks = blocks_in_common(small, model)
         self._model, self._kept = model, kept_by_dim(plan)
         self._narrowed: dict[tuple[str, int], _Narrowed] | None = None  # by block and number; None: not known
-        self._held: dict[int, tuple[_Mark, Outputs]] = {}
+        self._held: dict[int, tuple[Mark, Outputs]] = {}
         self._room, held, total = MOST_HELD, 0, 0
         for batch in read():
             total += batch.size
             found = self._whole(batch, small)
             if found is not None:
-                self._held[batch.position] = _mark(batch), found
+                self._held[batch.position] = batch.mark, found
                 held += batch.size
         self.held = held / max(total, 1)  # share of the samples
 
     def of(self, batch: Batch, chosen: Tensor) -> Outputs:
         """The targets of these samples, [n], of a batch."""
         mark, outputs = self._held.get(batch.position, ((), {}))
-        if mark != _mark(batch):
+        if mark != batch.mark:
             return self._wanted(batch.some(chosen))
         rows = {id(t): t[chosen.to(t.device)] for t in _distinct(outputs)}
         return {name: [rows.get(id(t)) for t in tensors] for name, tensors in outputs.items()}
@@ -164,8 +161,3 @@ def _joined(parts: Sequence[Outputs]) -> Outputs:
                 joined[id(tensor)] = torch.cat([t for part in parts if (t := part[name][n]) is not None])
             whole.setdefault(name, []).append(None if tensor is None else joined[id(tensor)])
     return whole
-
-
-def _mark(batch: Batch) -> _Mark:
-    """A value by which the inputs of a batch are recognised in a later pass."""
-    return tuple((tuple(t.shape), float(widened(t).sum())) for t in tensors_of(batch.inputs))

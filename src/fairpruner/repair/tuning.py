@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fairpruner.inputs.activations import BlockOutputs, relative_error
 from fairpruner.inputs.batches import Batch, forward
 from fairpruner.inputs.tokens import real_tokens
+from fairpruner.models.precision import forget_casts
 from fairpruner.repair.notes import Note
 from fairpruner.repair.targets import Targets, together
 
@@ -49,6 +50,7 @@ def tune(
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+            forget_casts()
             done += 1
     return [Note("tune", "repaired", f"{done} gradient steps towards the original's activations")]
 

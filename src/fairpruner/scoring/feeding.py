@@ -13,6 +13,7 @@ from fairpruner.core.units import Kind, UnitSpace
 from fairpruner.errors import FairprunerError
 from fairpruner.inputs.batches import Batch
 from fairpruner.inputs.tokens import real_tokens
+from fairpruner.models.precision import without_autocast
 from fairpruner.models.reads import Read
 from fairpruner.models.routing import RouterOutput
 from fairpruner.scoring.samples import (
@@ -43,7 +44,7 @@ class SignalFeed:
     def activation(self, read: Read, source: Tensor, axis: int) -> None:
         """Show what a weight read."""
         # The model may run in low precision under autocast; the signals do not.
-        with torch.autocast(source.device.type, enabled=False):
+        with without_autocast(source.device):
             for pooled, signals in self._by_pooling(read.space):
                 comparing = [running for running in signals if running.signal.compares_classes]
                 others = [running for running in signals if not running.signal.compares_classes]
@@ -69,7 +70,7 @@ class SignalFeed:
             sample = torch.cat([sample[counted] for sample, counted in places.values()])  # [P]
             if not len(sample):
                 continue
-            with torch.autocast(sample.device.type, enabled=False):
+            with without_autocast(sample.device):
                 counted = {read: own[places[read][1]] for read, own in rows.items()}
                 by_unit = [read.by_unit(own, -1, len(own)) for read, own in counted.items() if len(own)]
                 activation = torch.cat(by_unit)  # [P, J, F]
@@ -89,7 +90,7 @@ class SignalFeed:
         if real is not None and real.numel() == len(rows[0]):
             counted = real.reshape(-1).to(rows[0].device)
             rows = [own[counted] for own in rows]
-        with torch.autocast(rows[0].device.type, enabled=False):
+        with without_autocast(rows[0].device):
             for running in self._signals:
                 if space.kind in running.kinds:
                     with _naming_signal(running.signal.name, space):

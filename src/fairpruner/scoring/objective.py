@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fairpruner.errors import FairprunerError, unknown
+from fairpruner.errors import FairprunerError
 from fairpruner.inputs.batches import Batch, forward, joined_boxes
-from fairpruner.inputs.losses import TASKS, Loss, Task, default_loss, logits_of, mean_loss, task_of
+from fairpruner.inputs.losses import Loss, Task, checked_task, default_loss, logits_of, mean_loss, task_of
 from fairpruner.models.calling import describe, tensors_of
-from fairpruner.models.precision import widened
+from fairpruner.models.precision import in_float32
 
 LOSS_NAMES: dict[Task, str] = {
     "classification": "cross_entropy",
@@ -55,15 +55,14 @@ class Objective:
     @staticmethod
     def of(model: nn.Module, batch: Batch, loss: Loss | str | None, seed: int) -> Objective:
         """The caller's loss, the task that the caller names, or the task that the first batch shows."""
-        if isinstance(loss, str) and loss not in TASKS:
-            raise unknown("task", loss, TASKS)
+        named = checked_task(loss)
         function = None if isinstance(loss, str) else loss
         if isinstance(batch.labels, list):
             return Objective("detection", function, has_classes=False, draws_labels=False, seed=seed)
         with torch.no_grad():
             few = batch.rows(0, 2)
             output = forward(model, few)
-        task = next((task for task in TASKS if task == loss), None) or task_of(few, output)
+        task = named or task_of(few, output)
         draws = task == "unlabelled" and function is None and own_logits(output) is not None
         classes = task == "segmentation" or (batch.has_classes and loss not in ("regression", "unlabelled"))
         return Objective(task, function, has_classes=classes, draws_labels=draws, seed=seed)
@@ -116,7 +115,7 @@ class Objective:
         """Cross-entropy of labels drawn from the model's softmax, or half the squared norm of the output."""
         logits = own_logits(output)
         if logits is not None:
-            rows = widened(logits).flatten(0, -2)  # [predictions, classes]
+            rows = in_float32(logits).flatten(0, -2)  # [predictions, classes]
             generator = torch.Generator().manual_seed(self.seed + batch.position)
             chances = rows.detach().softmax(-1).cpu()
             labels = torch.multinomial(chances, 1, generator=generator).squeeze(1)
@@ -126,7 +125,7 @@ class Objective:
             raise FairprunerError(
                 f"The model returned {describe(output)}, which holds no tensor with a gradient: pass loss=."
             )
-        squares = [widened(tensor).square().sum() for tensor in tensors]
+        squares = [in_float32(tensor).square().sum() for tensor in tensors]
         return torch.stack([square.to(squares[0].device) for square in squares]).sum() / (2 * batch.size)
 
     def entered(self, model: nn.Module) -> Sequence[Tensor]:

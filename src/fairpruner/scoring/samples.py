@@ -16,7 +16,7 @@ from fairpruner.errors import FairprunerError
 from fairpruner.inputs.batches import Batch
 from fairpruner.inputs.tokens import real_tokens
 from fairpruner.models.features import mean_over_tokens
-from fairpruner.models.precision import widened
+from fairpruner.models.precision import in_float32
 from fairpruner.models.reads import NotObservable, Read
 from fairpruner.models.routing import RouterOutput
 
@@ -125,7 +125,7 @@ def means_by_sample(activation: Tensor, sample: Tensor, samples: int) -> tuple[T
     The second result, [n], names the samples that have rows.
     """
     counts = torch.bincount(sample, minlength=samples)
-    wide = widened(activation)
+    wide = in_float32(activation)
     sums = wide.new_zeros(samples, *wide.shape[1:]).index_add(0, sample, wide)
     present = counts.nonzero().squeeze(1)
     return sums[present] / counts[present, None, None], present

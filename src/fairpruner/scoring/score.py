@@ -18,6 +18,7 @@ from fairpruner.inputs.workers import naming_dead_workers
 from fairpruner.models.attention import plain_attention
 from fairpruner.models.calling import evaluating
 from fairpruner.models.devices import device_of_model
+from fairpruner.models.precision import without_autocast
 from fairpruner.models.supported import check_has_numbers
 from fairpruner.scoring.calibration import Calibration
 from fairpruner.scoring.feeding import RunningSignal
@@ -105,7 +106,7 @@ def score(
                 first=batches,
                 read=lambda: read_batches(data, device, model),
             )
-        with torch.autocast(device.type, enabled=False):
+        with without_autocast(device):
             results = {side: results_of(of_side) for side, of_side in running.items()}
     settings = settings_of(objective, seed, results if None in asked.values() else None)
     scores = scores_of(spaces, results, samples, {**settings, "groups": groups})

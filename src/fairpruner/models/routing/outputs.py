@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fairpruner.models.experts import ExpertBlock
-from fairpruner.models.precision import wide_dtype, widened
+from fairpruner.models.precision import in_float32, wide_dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +66,7 @@ class RouterOutput:
 
 def probabilities(logits: Tensor) -> Tensor:
     """The softmax of a router's logits, [tokens, E]; unchanged if the router already gave probabilities."""
-    values = widened(logits)
+    values = in_float32(logits)
     normalised = torch.allclose(values.sum(1), torch.ones_like(values[:, 0]), atol=1e-3)
     return values if normalised and bool((values >= 0).all()) else values.softmax(1)
 

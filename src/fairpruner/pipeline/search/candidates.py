@@ -17,6 +17,7 @@ from fairpruner.core.units import Kind, UnitSpace
 from fairpruner.errors import FairprunerError
 
 SEARCHED_RULES = ("global", "tod", "uniform")  # in our benchmarks, `global` was the best most often
+MISS = 0.02  # share of the original by which a candidate may be farther from the budget than the nearest
 ALL = "all"  # the set of all spaces
 STREAM = 3  # a space that this many weights read is a residual stream, or a growing concatenation
 MOST_PAIRS = 2**27  # with more pairs of units in all spaces, `reconstruction` is too expensive
@@ -75,8 +76,8 @@ def make_candidates(
     failures: dict[str, FairprunerError] = {}
     for variant, signal, rule in sorted(places, key=sum):
         (name, narrowed), removal = variants[variant], removals[signal]
-        budget = _narrowed(keep, narrowed, scores)
         try:
+            budget = _narrowed(keep, narrowed, scores)
             plan = allocate(narrowed.using(removal), keep=budget, rule=rules[rule], **limits)
         except FairprunerError as failure:  # this variant cannot reach the budget
             failures[name] = failure
@@ -86,7 +87,18 @@ def make_candidates(
         found.setdefault(key, Candidate(removal, rules[rule], name, over_all))
     if not found:
         raise failures[ALL]
-    return list(found.values())
+    return _near_budget(list(found.values()), keep)
+
+
+def _near_budget(candidates: Sequence[Candidate], keep: Budget) -> list[Candidate]:
+    """Those that come about as near to the budget as the nearest one: a larger model is not a better one."""
+
+    def miss(candidate: Candidate) -> float:
+        original = candidate.plan.original[keep.counted_in]
+        return abs(candidate.plan.predicted[keep.counted_in] - keep.target(original)) / original
+
+    least = min(map(miss, candidates))
+    return [candidate for candidate in candidates if miss(candidate) <= least + MISS]
 
 
 def _variants(scores: Scores) -> list[tuple[str, Scores]]:
@@ -114,7 +126,10 @@ def _narrowed(keep: Budget, narrowed: Scores, scores: Scores) -> Budget:
     if keep.metric != "units" or narrowed is scores:
         return keep
     total, inside = (sum(space.size for space in some.spaces) for some in (scores, narrowed))
-    return Budget("units", max(1, round(keep.target(total)) - (total - inside)))
+    left = round(keep.target(total)) - (total - inside)
+    if left < 1:
+        raise FairprunerError(f"{total - inside} units of other spaces stay, more than the budget allows.")
+    return Budget("units", left)
 
 
 def _over_all_spaces(plan: Plan, spaces: Spaces) -> Plan:

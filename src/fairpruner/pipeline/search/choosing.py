@@ -29,9 +29,9 @@ from fairpruner.pipeline.search.candidates import Candidate
 from fairpruner.pipeline.search.judging import Judge
 from fairpruner.pipeline.search.samples import SHARES, SampleSet, split
 from fairpruner.pipeline.search.screening import EACH, FITTING, GATHERING, Screen, can_screen
-from fairpruner.repair import repair
+from fairpruner.repair import repair, repair_with_notes
 from fairpruner.repair.targets import Targets
-from fairpruner.repair.tuning import narrow_types, tune
+from fairpruner.repair.tuning import EPOCHS, narrow_types, tune
 from fairpruner.surgery import cut
 from fairpruner.terminal.progress import announce
 
@@ -57,7 +57,7 @@ class Search:
     keep: Budget
     effort: int = EFFORT
     repair: Sequence[str] | None = None
-    loss: Loss | None = None
+    loss: Loss | str | None = None
     task: Task | None = None  # determines whether the outputs are logits
 
     def methods(self, plan: Plan) -> tuple[str, ...]:
@@ -97,7 +97,8 @@ class Search:
 def cost_of(methods: Sequence[str], plan: Plan) -> float:
     """The cost of a repair on all samples, in forward passes."""
     blocks = sum(space.kind == "expert" and bool(plan.removed[space.name]) for space in plan.spaces)
-    costs = {**PASSES, "experts": 2 + blocks, "merge": 2 + blocks}  # one pass for each block
+    tuning = TARGETS + EPOCHS * TUNING * math.sqrt(plan.share("flops"))
+    costs = {**PASSES, "experts": 2 + blocks, "merge": 2 + blocks, TUNE: tuning}  # one pass for each block
     return sum(costs.get(method, 1) for method in methods)
 
 
@@ -119,10 +120,12 @@ def choose(
         bench.tune_best()
     best, small = bench.best, bench.best.small
     plan = replace(best.candidate.plan, tried=bench.table())
-    affordable = search.repair is not None or bench.left >= cost_of(best.methods, plan)
-    if best.methods and TUNE not in best.methods and affordable:
-        # The repair is in closed form and judges itself, so it may see all samples.
-        small = repair(cut(model, plan), model, plan, data, method=best.methods, loss=search.loss)
+    if search.repair:
+        return bench.repaired_again(data, search.repair), plan
+    if best.methods and TUNE not in best.methods and bench.left >= cost_of(best.methods, plan):
+        again = bench.repaired_again(data, best.methods)
+        # A repair that raises the loss of the labels is dropped, and then it is farther from the original.
+        small = again if bench.judge.distance(again) <= best.distance else small
     return small, plan
 
 
@@ -214,9 +217,18 @@ class _Bench:
         methods, plan = self.search.methods(candidate.plan), candidate.plan
         small, part = cut(self.model, plan), self.fitting if shares == SHARES else self.fitting.share(shares)
         if methods:
-            small = repair(small, self.model, plan, part, method=methods, loss=self.search.loss)
+            small, notes = repair_with_notes(
+                small, self.model, plan, part, method=methods, loss=self.search.loss
+            )
+            dropped = {note.subject for note in notes}  # others are about weights
+            methods = tuple(method for method in methods if method not in dropped)
         self.spent += self.search.passes(plan, shares)
         return self._judge(_RepairedCut(candidate, small, methods), part)
+
+    def repaired_again(self, data: Iterable[Any], methods: Sequence[str]) -> nn.Module:
+        """The best cut, repaired on all samples."""
+        plan = self.best.candidate.plan
+        return repair(cut(self.model, plan), self.model, plan, data, method=methods, loss=self.search.loss)
 
     def tune_best(self) -> None:
         """Take gradient steps from the best cut, for as many epochs as the effort allows."""

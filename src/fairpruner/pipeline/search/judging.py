@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fairpruner.inputs.batches import Batch, forward, read_batches
+from fairpruner.inputs.batches import Batch, Mark, forward, read_batches
 from fairpruner.inputs.losses import Task, logits_of
 from fairpruner.inputs.tokens import counted_rows
 from fairpruner.models.calling import evaluating, tensors_of
-from fairpruner.models.devices import device_of_model, widened
+from fairpruner.models.devices import device_of_model, in_float64
 from fairpruner.scoring.objective import own_logits
 
 MOST_HELD = 2**24  # numbers of the original's outputs that are kept in memory, so that it runs only once
@@ -32,7 +32,7 @@ class Judge:
         """`task` determines which outputs are logits; with None, no output is known to be logits."""
         self._model, self._data, self._device = model, data, device_of_model(model)
         self._task = task
-        self._held: dict[int, Tensor] = {}  # batch -> the original's outputs
+        self._held: dict[int, tuple[Mark, Tensor]] = {}  # batch -> its mark, and the original's outputs
         self._room = MOST_HELD
 
     def distance(self, small: nn.Module) -> float:
@@ -53,19 +53,20 @@ class Judge:
         """Log-probabilities of all samples, pixels or real tokens, [rows, classes]; else all numbers, [n]."""
         logits = _class_logits(output, self._task)
         if logits is None:
-            return torch.cat([widened(t).flatten() for t in tensors_of(output) if t.is_floating_point()])
+            return torch.cat([in_float64(t).flatten() for t in tensors_of(output) if t.is_floating_point()])
         rows = logits.flatten(0, -2)
         counted = counted_rows(len(rows), batch.inputs, "decoder").to(rows.device)
-        return widened(rows[counted]).log_softmax(1)
+        return in_float64(rows[counted]).log_softmax(1)
 
     def _wanted(self, batch: Batch) -> Tensor:
         """The original's outputs, computed once if there is room to keep them."""
-        wanted = self._held.get(batch.position)
-        if wanted is None:
-            wanted = self._outputs(forward(self._model, batch), batch)
-            if wanted.numel() <= self._room:
-                self._held[batch.position] = wanted
-                self._room -= wanted.numel()
+        mark, (known, held) = batch.mark, self._held.get(batch.position, (None, None))
+        if held is not None and known == mark:
+            return held
+        wanted = self._outputs(forward(self._model, batch), batch)
+        if held is None and wanted.numel() <= self._room:
+            self._held[batch.position] = mark, wanted
+            self._room -= wanted.numel()
         return wanted
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, RandomSampler
 
 from fairpruner.inputs.batches import Batch, read_batches
+from fairpruner.inputs.same_order import SameOrder
 from fairpruner.models.devices import device_of_model
 
 JUDGED = 5  # every fifth sample judges
@@ -19,16 +19,16 @@ SHARES = 8  # the other samples are divided into this many equal shares
 
 @dataclass(frozen=True, eq=False)
 class SampleSet:
-    """Some samples of the data, the same ones in each pass."""
+    """Some samples of the data, the same ones in every pass."""
 
-    data: Iterable[Any]
+    data: SameOrder
     model: nn.Module  # its signature shows how many of a batch's tensors are inputs
     total: int  # the number of samples of the data
     judging: bool
     shares: int = SHARES  # how many shares of the samples that do not judge
 
     def __len__(self) -> int:
-        return len(self.data)  # type: ignore[arg-type]  # a loader of unknown length raises, as len does
+        return len(self.data)
 
     def __iter__(self) -> Iterator[tuple[Any, Tensor]]:
         before = 0
@@ -56,7 +56,7 @@ class SampleSet:
 
 def split(data: Iterable[Any], model: nn.Module) -> tuple[SampleSet, SampleSet]:
     """The samples that repairs use, and those that judge; with fewer than JUDGED samples, all are both."""
-    ordered = _in_order(data)
+    ordered = SameOrder(data)
     total = sum(batch.size for batch in _batches(ordered, model))
     fitting, judging = (SampleSet(ordered, model, total, judging) for judging in (False, True))
     return (fitting, judging) if judging.samples else (fitting, fitting)
@@ -64,17 +64,3 @@ def split(data: Iterable[Any], model: nn.Module) -> tuple[SampleSet, SampleSet]:
 
 def _batches(data: Iterable[Any], model: nn.Module) -> Iterator[Batch]:
     return read_batches(data, device_of_model(model), model)
-
-
-def _in_order(data: Iterable[Any]) -> Iterable[Any]:
-    """The same data, without shuffling: in each pass the same samples must belong to the same part."""
-    if not (isinstance(data, DataLoader) and isinstance(data.sampler, RandomSampler)):
-        return data
-    return DataLoader(
-        data.dataset,
-        data.batch_size,
-        shuffle=False,
-        num_workers=data.num_workers,
-        collate_fn=data.collate_fn,
-        drop_last=data.drop_last,
-    )

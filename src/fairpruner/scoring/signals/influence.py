@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from fairpruner.core.spaces import Spaces
 from fairpruner.core.units import Kind, UnitSpace
-from fairpruner.models.precision import widened
+from fairpruner.models.precision import in_float32
 from fairpruner.scoring.processes import Processes
 from fairpruner.scoring.signals.base import (
     RESIDUAL,
@@ -46,7 +46,7 @@ class _InfluenceAccumulator(Accumulator):
         self._spaces, self._means = spaces, HalvedMeans()
 
     def see_block(self, space: UnitSpace, unit: int, streams: tuple[Tensor, Tensor], info: BatchInfo) -> None:
-        before, after = (widened(stream) for stream in streams)  # [rows, C]
+        before, after = (in_float32(stream) for stream in streams)  # [rows, C]
         turned = 1 - F.cosine_similarity(before, after, dim=1).mean(dtype=torch.float64)
         self._means.add((space.name, unit), turned.reshape(1) * info.samples, info)
         if unit == 0:

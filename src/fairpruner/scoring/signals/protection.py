@@ -13,7 +13,7 @@ from torch import Tensor
 from fairpruner.core.arrays import Floats, Ints
 from fairpruner.core.spaces import Spaces
 from fairpruner.core.units import KINDS, Kind, Slice, UnitSpace
-from fairpruner.models.precision import widened
+from fairpruner.models.precision import in_float32
 from fairpruner.scoring.processes import Processes
 from fairpruner.scoring.signals.base import (
     DENSE,
@@ -120,7 +120,7 @@ class _TaylorAccumulator(Accumulator):
             for space, crossing in crossings:
                 if crossing.tensor == tensor:
                     places = crossing.rows, crossing.columns
-                    shared = widened(gradient[places]) * widened(weight[places])  # [n, ...]
+                    shared = in_float32(gradient[places]) * in_float32(weight[places])  # [n, ...]
                     self._means.add((space, tensor), sums_along(shared, 0) * info.samples, info)
 
     def join(self, processes: Processes) -> None:
@@ -159,7 +159,7 @@ def sums_of_products(
     rows = max(1, MOST_PRODUCTS * len(weight) // max(1, weight.numel()))
     found: dict[int, list[Tensor]] = {dim: [] for dim in dims}
     for slopes, values in zip(gradient.split(rows), weight.split(rows), strict=True):
-        products = widened(slopes) * widened(values)
+        products = in_float32(slopes) * in_float32(values)
         if absolute:
             products = products.abs_()
         for dim, parts in found.items():

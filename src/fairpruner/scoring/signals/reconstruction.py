@@ -37,7 +37,7 @@ from fairpruner.core.arrays import Floats
 from fairpruner.core.costs import predict
 from fairpruner.core.spaces import Spaces
 from fairpruner.core.units import UnitSpace
-from fairpruner.models.precision import widened
+from fairpruner.models.precision import in_float32
 from fairpruner.models.reads import positions_of
 from fairpruner.scoring.processes import Processes
 from fairpruner.scoring.signals.base import Accumulator, Context, Observation, Result, Signal
@@ -149,7 +149,7 @@ class CovarianceSums:
         self._samples = 0
 
     def update(self, activation: Tensor) -> None:
-        rows = widened(activation.unflatten(2, (self.width, -1)).flatten(1, 2))  # [N, J D, positions]
+        rows = in_float32(activation.unflatten(2, (self.width, -1)).flatten(1, 2))  # [N, J D, positions]
         parts = len(self._rows)
         for part in range(parts):
             own = rows[(part - self._samples) % parts :: parts].transpose(0, 1).flatten(1)  # [J D, rows]
@@ -198,7 +198,7 @@ def reading_gram(space: UnitSpace, model: nn.Module, width: int) -> Tensor:
     tensors = dict(model.named_parameters(remove_duplicate=False))
     gram = torch.zeros(space.size * width, space.size * width, dtype=torch.float64)
     for part in space.slices_of("read"):
-        rows = widened(tensors[part.tensor].detach()).movedim(part.dim, 0).flatten(1).cpu()  # [indices, R]
+        rows = in_float32(tensors[part.tensor].detach()).movedim(part.dim, 0).flatten(1).cpu()  # [indices, R]
         table = positions_of(part.owner, space.size)  # [J, indices of a unit]
         if table.shape[1] % width:
             continue  # reads the units in another form than the one observed

@@ -23,7 +23,7 @@ from fairpruner.core.arrays import Floats
 from fairpruner.core.costs import predict
 from fairpruner.core.spaces import Spaces
 from fairpruner.core.units import Kind, UnitSpace
-from fairpruner.models.precision import widened
+from fairpruner.models.precision import in_float32
 from fairpruner.scoring.processes import Processes
 from fairpruner.scoring.signals.base import (
     DENSE,
@@ -89,7 +89,7 @@ class _SurgeonAccumulator(Accumulator):
     def see_block_slope(
         self, space: UnitSpace, unit: int, pair: tuple[Tensor, Tensor], info: BatchInfo
     ) -> None:
-        added, slope = (widened(rows) for rows in pair)  # [rows, C]
+        added, slope = (in_float32(rows) for rows in pair)  # [rows, C]
         change = (added * slope).sum(1).square().sum(dtype=torch.float64)
         self._blocks[space.name][unit] += change.cpu()
 

@@ -19,7 +19,7 @@ from fairpruner.core.arrays import Floats, Ints
 from fairpruner.core.units import UnitSpace
 from fairpruner.errors import FairprunerError
 from fairpruner.models.devices import device_of_model
-from fairpruner.models.precision import widened
+from fairpruner.models.precision import in_float32
 from fairpruner.scoring.processes import Processes
 from fairpruner.scoring.signals.base import Accumulator, Context, Observation, Result, Signal
 from fairpruner.scoring.signals.quantiles import ClassQuantiles
@@ -103,7 +103,7 @@ class _WassersteinAccumulator(Accumulator):
 
     def see_activation(self, space: UnitSpace, activation: Tensor, labels: Tensor | None) -> None:
         assert labels is not None  # only data with classes gets here
-        values = widened(activation)
+        values = in_float32(activation)
         projected = values @ self._directions_for(space, values)  # [N, J, P]
         rows = projected.flatten(1)  # [N, J * P]
         present = labels.cpu().numpy()

@@ -1,0 +1,97 @@
+"""What a caller of `prune` can get wrong, and what it must leave as it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import fairpruner as fp
+from fairpruner.pipeline.learning import _of_round
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3))
+
+
+def some_data(labels: int = 3) -> list[tuple[Tensor, Tensor]]:
+    return [(torch.randn(16, 8), torch.arange(16) % labels) for _ in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"keep": 0.5}, r"keep is 0.5, expected a budget"),
+        ({"keep": fp.Budget("experts", 0.5)}, "hold no space of routed experts"),
+        ({"keep": fp.Budget("experts", 0.5), "preset": "paper"}, "hold no space of routed experts"),
+        ({"keep": fp.Budget("cache_bytes", 0.5), "rounds": 2}, "no cache of keys and values"),
+        ({"keep": fp.Budget("units", 0.5), "options": {"score": None}}, "options of score are None"),
+        (
+            {"keep": fp.Budget("units", 0.3), "rounds": 2, "options": {"allocate": {"min_keep": 0.5}}},
+            "each of the 2 rounds would take it of what is left",
+        ),
+        (
+            {"keep": fp.Budget("units", 0.5), "options": {"recover": {"recipe": {"learning_rate": -1.0}}}},
+            "learning_rate=-1.0, expected",
+        ),
+        ({"keep": fp.Budget("units", 0.5), "train": iter([])}, "The training data is a"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_in_one_sentence(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(fp.FairprunerError, match=message):
+        fp.prune(mlp(), some_data(), **arguments)
+
+
+def test_pruning_leaves_the_random_state_as_it_was() -> None:
+    inputs, labels = torch.randn(64, 8), torch.arange(64) % 3
+    loader = DataLoader(TensorDataset(inputs, labels), 16, shuffle=True)
+    model, before = mlp(), torch.get_rng_state()
+    fp.prune(model, loader, keep=fp.Budget("flops", 0.5), effort=10, recover_epochs=1)
+    fp.prune(model, loader, alpha=0.2)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_labels_of_one_class_choose_no_signal_that_needs_several() -> None:
+    _, plan = fp.prune(mlp(), some_data(labels=1), keep=fp.Budget("flops", 0.5), effort=10)
+    assert {trial.removal for trial in plan.tried} <= {"reconstruction", "surgeon", "l1"}
+
+
+def test_whole_numbers_that_are_named_regression_are_no_classes() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1), nn.Flatten(0))
+    options = {"score": {"loss": "regression"}}
+    small, _ = fp.prune(model, some_data(), keep=fp.Budget("flops", 0.5), effort=10, options=options)
+    assert small[0].out_features < 16
+
+
+def test_a_loss_for_scores_serves_repair_and_recovery_too() -> None:
+    """These labels fit no default loss."""
+    data = [(inputs, torch.stack([labels, labels], 1)) for inputs, labels in some_data()]
+    seen: list[int] = []
+
+    def loss(output: Tensor, labels: Tensor) -> Tensor:
+        seen.append(len(labels))
+        return nn.functional.cross_entropy(output, labels[:, 0])
+
+    def calls(**arguments: Any) -> int:
+        before = len(seen)
+        fp.prune(mlp(), data, alpha=0.3, options={"score": {"loss": loss, "removal": "l1"}}, **arguments)
+        return len(seen) - before
+
+    assert calls() < min(calls(repair="mean"), calls(recover_epochs=1))
+
+
+def test_a_changed_share_of_the_teachers_logits_leaves_the_rest_to_its_blocks() -> None:
+    settings = {"distillation": 0.25}
+    learning = {"recipe": fp.Recipe(distillation=0.0, matching=1.0)}
+    recipe = _of_round(1, learning, {"recipe": settings})["recipe"]
+    assert (recipe.distillation, recipe.matching) == (0.25, 0.75)
+
+
+def test_data_without_labels_is_learned_from_the_teacher_alone() -> None:
+    inputs = [batch for batch, _ in some_data()]
+    small, _ = fp.prune(mlp(), inputs, keep=fp.Budget("flops", 0.5), effort=10, recover_epochs=1)
+    assert small[0].out_features < 16
