@@ -46,7 +46,7 @@ from fairpruner.evaluation.tasks import find_files
 NAME = "llm"
 SHARES, DRAWS = (0.2, 0.1, 0.3, 0.5), 3
 CALIBRATED, TESTED = 16, 12  # windows
-ITEMS = 40  # of each task
+ITEMS = 100  # of each task
 FOLDERS = Path.home() / ".cache" / "fairpruner"
 TITLES = {"smollm2": "SmolLM2-135M-Instruct", "gemma3": "Gemma-3-270M"}
 SIGNALS = ["surgeon", "reconstruction", "saliency", "activation"]

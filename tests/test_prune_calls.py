@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,3 +96,34 @@ def test_data_without_labels_is_learned_from_the_teacher_alone() -> None:
     inputs = [batch for batch, _ in some_data()]
     small, _ = fp.prune(mlp(), inputs, keep=fp.Budget("flops", 0.5), effort=10, recover_epochs=1)
     assert small[0].out_features < 16
+
+
+def test_what_is_no_plan_is_refused_by_every_stage(tmp_path: Path) -> None:
+    model, data = mlp(), some_data()
+    scores = fp.score(model, data)
+    units: Any = {"0": (1,)}
+    for call in (
+        lambda: fp.cut(model, units),
+        lambda: fp.mask(model, units),
+        lambda: fp.repair(model, model, units, data),
+        lambda: fp.save(model, units, tmp_path / "folder"),
+        lambda: fp.diagnose(scores, units),
+    ):
+        with pytest.raises(fp.FairprunerError, match="The plan is a dict, expected a Plan"):
+            call()
+
+
+def test_other_values_of_a_wrong_type_are_refused_in_one_sentence(tmp_path: Path) -> None:
+    model, data = mlp(), some_data()
+    scores = fp.score(model, data)
+    plan = fp.allocate(scores, alpha=0.1)
+    fp.save(fp.cut(model, plan), plan, tmp_path / "folder")
+    wrong: Any = model
+    with pytest.raises(fp.FairprunerError, match="build is a Sequential, expected a function"):
+        fp.load(tmp_path / "folder", build=wrong)
+    number: Any = 0.5
+    with pytest.raises(fp.FairprunerError, match=r"amounts is 0.5, expected several"):
+        fp.sweep(scores, "flops", number)
+    for seed in (-1, number):
+        with pytest.raises(fp.FairprunerError, match="seed="):
+            fp.score(model, data, seed=seed)

@@ -556,6 +556,8 @@ def test_two_processes_train_one_model(tmp_path: Path) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     first, second = two_ranks(tmp_path, port)
+    for again in two_ranks(tmp_path, port):  # resumed, although each process reads other batches
+        assert equal(again, first | {"draw": again["draw"]})
     draws = [rank.pop("draw").item() for rank in (first, second)]
     assert equal(first, second)
     assert not torch.equal(first["0.weight"], recovery_job.net().state_dict()["0.weight"])
@@ -823,6 +825,8 @@ def test_a_frozen_model() -> None:
         ({"recipe": Recipe(learning_rate=0.1)}, "its learning_rate is 0.005, this run's is 0.1"),
         ({"train": some_data(3)}, "its batches in an epoch is 4, this run's is 3"),
         ({"teacher": small_net()}, "its teacher is None"),
+        ({"train": some_data()}, "its first batch of the training data is [0-9a-f]{16}, this run's is"),
+        ({"validation": some_data()}, "its first batch of the validation data is None, this run's is"),
     ],
 )
 def test_a_checkpoint_of_another_run(change: dict[str, Any], sentence: str, tmp_path: Path) -> None:
@@ -830,6 +834,70 @@ def test_a_checkpoint_of_another_run(change: dict[str, Any], sentence: str, tmp_
     recover(**arguments)
     with pytest.raises(fp.FairprunerError, match=f"{sentence}.*or another folder"):
         recover(**{**arguments, **change})
+
+
+def test_other_augmentation_validation_data_or_labels_are_another_run(tmp_path: Path) -> None:
+    net, (train, validation) = recovery_job.net(), recovery_job.loaders()
+    found = recover(net, train, epochs=1, validation=validation, folder=tmp_path)
+    assert same(recover(net, train, epochs=1, validation=validation, folder=tmp_path), found)
+    noisier = DataLoader(recovery_job.Noisy(200, 0.3), 24, shuffle=True)
+    relabelled = [(x, 9 - y) for x, y in validation]
+    for other, name in (((noisier, validation), "training"), ((train, relabelled), "validation")):
+        with pytest.raises(fp.FairprunerError, match=f"another run: its first batch of the {name} data is"):
+            recover(net, other[0], epochs=1, validation=other[1], folder=tmp_path)
+
+
+def test_data_of_persistent_workers_is_recognised(tmp_path: Path) -> None:
+    train, noisier = (
+        DataLoader(recovery_job.Noisy(48, noise), 24, shuffle=True, num_workers=1, persistent_workers=True)
+        for noise in (0.2, 0.3)
+    )
+    found = recover(recovery_job.net(), train, epochs=1, folder=tmp_path)
+    assert same(recover(recovery_job.net(), train, epochs=1, folder=tmp_path), found)
+    with pytest.raises(fp.FairprunerError, match=r"training data is [0-9a-f]{16}"):
+        recover(recovery_job.net(), noisier, epochs=1, folder=tmp_path)
+
+
+class OwnNoise:
+    """Data that is different each time it is read, because it has its own random generator."""
+
+    def __init__(self, data: Batches) -> None:
+        self.data, self.noise = data, np.random.default_rng(0)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return ((x + self.noise.random(), y) for x, y in self.data)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+
+def test_data_with_its_own_generator_can_be_resumed(tmp_path: Path) -> None:
+    net, train = small_net(), OwnNoise(some_data())
+    before = train.noise.bit_generator.state
+    found = recover(net, train, epochs=1, folder=tmp_path)
+    assert train.noise.bit_generator.state == before
+    train.noise.random()
+    assert same(recover(net, train, epochs=1, folder=tmp_path), found)
+    with pytest.raises(fp.FairprunerError, match="training data is different each time it is read, this run"):
+        recover(net, train.data, epochs=1, folder=tmp_path)
+
+
+def test_comparing_the_data_changes_no_random_number_of_the_training(tmp_path: Path) -> None:
+    net, data = small_net(), some_data()
+    assert same(
+        recover(net, OwnNoise(data), epochs=2, folder=tmp_path), recover(net, OwnNoise(data), epochs=2)
+    )
+
+
+def test_a_checkpoint_that_does_not_know_its_data_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, data = small_net(), some_data()
+    with monkeypatch.context() as earlier:
+        earlier.setattr(fairpruner.recovery.training, "first_batch", lambda *_, **__: None)
+        recover(net, data, epochs=1, folder=tmp_path)
+    with pytest.raises(fp.FairprunerError, match="its first batch of the training data is None"):
+        recover(net, data, epochs=1, folder=tmp_path)
 
 
 def test_a_damaged_checkpoint(tmp_path: Path) -> None:

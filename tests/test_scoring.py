@@ -14,6 +14,7 @@ import torch
 from small_nets import NETS, batches, build, samples, space, spaces_of
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import CheckpointFunction, checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import fairpruner as fp
@@ -318,6 +319,73 @@ def test_frozen_models_score_like_free_ones() -> None:
     with torch.inference_mode():
         assert_same(score(model, data, spaces=spaces, **EVERY_SIGNAL), free)
     assert not any(p.requires_grad for p in model.parameters())
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+class Checkpointed(nn.Module):
+    """Two blocks, each of them or all of the model under a checkpoint of the two ways to import it."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(4, 6), nn.Linear(6, 3)
+        self.blocks = nn.ModuleList([Residual(), Residual()])
+        self.where = where
+
+    def everything(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            if self.where == "function":
+                x = checkpoint(block, x, use_reentrant=True)
+            elif self.where == "module":
+                x = torch.utils.checkpoint.checkpoint(block.__call__, x, use_reentrant=True)
+            else:
+                x = block(x)
+        return self.head(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (
+            checkpoint(self.everything, x, use_reentrant=True) if self.where == "all" else self.everything(x)
+        )
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+@pytest.mark.parametrize("skip", [[], ["first"]])
+@pytest.mark.parametrize("where", ["function", "module", "all"])
+def test_checkpoints_that_are_reentrant_make_no_difference(
+    where: str, skip: list[str], labelled: bool
+) -> None:
+    net = Checkpointed("nowhere")
+    data: list[Any] = [(torch.randn(16, 4), torch.arange(16) % 3) for _ in range(2)]
+    data = data if labelled else [x for x, _ in data]
+    spaces = fp.discover(net, torch.zeros(1, 4), skip=skip)
+    signals: dict[str, Any] = {"removal": "activation", "protection": ["taylor", "taylor2"]}
+    expected = score(net, data, spaces=spaces, **signals)
+    assert all(values.any() for values in expected.protections["taylor2"].values())
+    net.where = where
+    assert_same(score(net, data, spaces=spaces, **signals), expected)
+
+
+def test_checkpoints_are_back_after_a_failure() -> None:
+    net, data = Checkpointed("nowhere"), [(torch.randn(16, 4), torch.arange(16) % 3)]
+    spaces = fp.discover(net, torch.zeros(1, 4))
+    usual = CheckpointFunction.apply
+
+    def failing(output: Tensor, labels: Tensor) -> Tensor:
+        assert CheckpointFunction.apply != usual
+        raise RuntimeError("the loss gave up")
+
+    with pytest.raises(FairprunerError, match="the loss gave up"):
+        score(net, data, spaces=spaces, loss=failing)
+    assert CheckpointFunction.apply == usual
+    assert "apply" not in vars(CheckpointFunction)
 
 
 def test_train_mode_makes_no_difference() -> None:

@@ -433,3 +433,29 @@ def test_a_buffer_that_was_resized_has_its_old_size_again() -> None:
     fp.discover(model, torch.ones(SIZE, 4))
     fp.count_flops(model, torch.ones(SIZE, 4))
     assert model[1].low.shape == (0,)
+
+
+def test_a_spectral_norm_in_train_mode_keeps_its_buffers() -> None:
+    """Reading its weight would take a step of its power iteration."""
+    normed = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 5))
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 6), nn.ReLU(), normed).train()
+    before = copy.deepcopy(model.state_dict())
+    spaces = fp.discover(model, torch.randn(2, 4))
+    fp.cut(model, fp.Plan.removing(spaces, {spaces.names[0]: (0,)}))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_float_functionals_of_a_model_that_will_be_quantised_are_no_obstacle() -> None:
+    class Summed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two, self.out = nn.Linear(4, 6), nn.Linear(4, 6), nn.Linear(6, 3)
+            self.sum = torch.ao.nn.quantized.FloatFunctional()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(self.sum.add(self.one(x), self.two(x)).relu())
+
+    model, x = Summed().double().eval(), torch.randn(2, 4).double()
+    spaces = fp.discover(model, x)
+    plan = fp.Plan.removing(spaces, {spaces.names[0]: (0, 3)})
+    torch.testing.assert_close(fp.cut(model, plan)(x), fp.mask(model, plan)(x))

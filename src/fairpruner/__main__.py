@@ -7,6 +7,7 @@ def main() -> None:
     """Run the command; if a package is missing, exit with one sentence that names it."""
     try:
         from fairpruner.cli import app
+        from fairpruner.cli.streams import usable_streams
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich"):
             raise
@@ -16,7 +17,8 @@ def main() -> None:
     from fairpruner.inputs.workers import defer_worker_deaths
 
     defer_worker_deaths()  # also while the process ends
-    app(prog_name="fairpruner")
+    with usable_streams():
+        app(prog_name="fairpruner")
 
 
 if __name__ == "__main__":

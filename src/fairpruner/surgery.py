@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from fairpruner.core.plan import Plan
+from fairpruner.core.plan import Plan, check_plan
 from fairpruner.core.reading import understanding
 from fairpruner.core.units import UnitSpace
 from fairpruner.discovery.agreeing import untraced
@@ -97,6 +97,7 @@ def _is_unverified(model: nn.Module, plan: Plan) -> bool:
 
 def _check_fits(model: nn.Module, plan: Plan) -> None:
     check_supported(model)
+    check_plan(plan)
     check_same_model(
         model,
         plan.spaces.fingerprint,

@@ -127,6 +127,8 @@ def sweep(
     >>> [plan.depths for plan in sweep(scores, "units", [1.0, 0.75, 2])]
     [{'conv': 0}, {'conv': 1}, {'conv': 2}]
     """
+    if not isinstance(amounts, Iterable):
+        raise FairprunerError(f"amounts is {amounts!r}, expected several: for example [0.75, 0.5, 0.25].")
     kinds = KINDS_OF_METRIC.get(metric, KINDS)
     allocator = Allocator(
         scores, rule, multiple_of=multiple_of, min_keep=min_keep, latency=latency, kinds=kinds

@@ -13,7 +13,7 @@ from fairpruner.allocation.bounds import depth_limit, mass_bound
 from fairpruner.core.arrays import Floats, Ints
 from fairpruner.core.budget import METRICS, Budget
 from fairpruner.core.correlation import spearman
-from fairpruner.core.plan import Plan
+from fairpruner.core.plan import Plan, check_plan
 from fairpruner.core.scores import Scores
 from fairpruner.core.tod import removal_order
 from fairpruner.core.units import UnitSpace
@@ -115,6 +115,7 @@ def diagnose(scores: Scores, plan: Plan) -> Diagnosis:
     >>> diagnosis.spaces[0].tod, diagnosis.spaces[0].limit, diagnosis.optimal
     (0.0, 2, True)
     """
+    check_plan(plan)
     scored, planned = (
         (spaces.fingerprint, [(space.name, space.size) for space in spaces])
         for spaces in (scores.spaces, plan.spaces)

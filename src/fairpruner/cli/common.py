@@ -107,10 +107,20 @@ def parse_number(text: str) -> int | float:
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
-    sides = tuple(side for side in parse_numbers(text) if isinstance(side, int) and side > 0)
-    if len(sides) != len(parse_numbers(text)):
-        raise typer.BadParameter(f"{text!r} is not a shape such as 3,32,32")
-    return sides
+    return _positive(text, "a shape such as 3,32,32")
+
+
+def parse_counts(text: str) -> tuple[int, ...]:
+    return _positive(text, "a list of whole numbers of at least 1, such as 1,4,8")
+
+
+def _positive(text: str, expected: str) -> tuple[int, ...]:
+    """Comma-separated whole numbers of at least 1."""
+    numbers = parse_numbers(text)
+    found = tuple(number for number in numbers if isinstance(number, int) and number > 0)
+    if len(found) != len(numbers):
+        raise typer.BadParameter(f"{text!r} is not {expected}")
+    return found
 
 
 def parse_multiple(text: str) -> int | Literal["auto"]:
@@ -246,7 +256,13 @@ def is_first() -> bool:
 def show(shown: Printable, as_json: bool) -> None:
     """Print a result as a table or as JSON."""
     if as_json:
-        print(json.dumps(shown.json, indent=2, allow_nan=False))
+        try:
+            text = json.dumps(shown.json, indent=2, allow_nan=False)
+        except ValueError as error:  # NaN or infinity
+            raise FairprunerError(
+                "The result has a number that is not finite, which JSON cannot hold: leave out --json."
+            ) from error
+        print(text)
         return
     width = None if sys.stdout.isatty() else 140  # a pipe or a file has no width
     Console(width=width, markup=False).print(shown.table)

@@ -113,6 +113,10 @@ def cut(
     check_output(output, MODEL_FOLDER, model, plan, weights, data, force=force)
     if repair and data is None:
         raise FairprunerError(f"--repair {repair} needs samples: give --data.")
+    if data is not None and not repair:
+        raise FairprunerError(
+            f"Found --data {data} without --repair, which alone uses it: give --repair, or leave out --data."
+        )
     chosen = Plan.load(plan)
     if stream_files:
         if not is_source(model) or weights:
@@ -258,6 +262,18 @@ def prune(
 ) -> None:
     """All stages: find the best plan for a budget, cut, repair and train, once or in rounds, and save."""
     check_output(output, MODEL_FOLDER, model, data, weights, train, checkpoints, force=force)
+    training = {
+        "--train": train,
+        "--checkpoints": checkpoints,
+        "--learning-rate": learning_rate,
+        "--augment": augment,
+    }
+    unused = [name for name, value in training.items() if value is not None]
+    if unused and not recover_epochs:
+        raise FairprunerError(
+            f"Found {', '.join(unused)} without --recover-epochs, so nothing is trained: give"
+            f" --recover-epochs, or leave out {', '.join(unused)}."
+        )
     net = trained(model, weights, device)
     small, plan = fp.prune(
         net,

@@ -16,7 +16,7 @@ from fairpruner.cli.common import BatchSize, parse_floats, parse_names
 from fairpruner.errors import FairprunerError
 from fairpruner.inputs.datasets import Preprocessing, Sampling, load_data
 from fairpruner.inputs.hugging_face import is_source, place_of, tokenizer_of
-from fairpruner.inputs.sources import transform_of
+from fairpruner.inputs.sources import Normalisation, normalisation_of, transform_of
 from fairpruner.inputs.text import Columns, is_rows, load_text
 
 Data = typer.Option(
@@ -42,9 +42,23 @@ class DataOptions:
     batch_size: BatchSize = 64
     size: Size = None
     mean: Annotated[
-        str, typer.Option(help="Images and uint8 arrays: mean per channel, of values in [0, 1].")
-    ] = "0"
-    std: Annotated[str, typer.Option(help="Images and uint8 arrays: standard deviation per channel.")] = "1"
+        str | None,
+        typer.Option(
+            help=(
+                "Images and uint8 arrays: mean per channel, of values in [0, 1]. By default, images get that"
+                " of the model's library, and all else 0."
+            )
+        ),
+    ] = None
+    std: Annotated[
+        str | None,
+        typer.Option(
+            help=(
+                "Images and uint8 arrays: standard deviation per channel. By default, images get that of the"
+                " model's library, and all else 1."
+            )
+        ),
+    ] = None
     text_column: TextColumn = "text"
     label_column: Annotated[
         str | None, typer.Option(help="Texts: the column of the class; a language model needs none.")
@@ -55,15 +69,24 @@ class DataOptions:
     def read(self, source: str, net: nn.Module, data: str) -> Iterable[Any]:
         """The batches of some data.
 
-        Images are preprocessed by these options; if none is given, as timm or torchvision prescribes for
-        this model. Texts are tokenised by the model's tokenizer.
+        Images are preprocessed as the model's library prescribes. If one of size, mean and std is given,
+        only mean and std are taken from the library, unless given. Texts are tokenised by the model's
+        tokenizer.
         """
         sampling = Sampling(self.samples, self.batch_size, self.seed)
         if is_rows(data):
             return self._texts(source, net, data, sampling)
-        preprocessing = Preprocessing(self.size, parse_floats(self.mean), parse_floats(self.std))
-        zoo = Path(data).is_dir() and preprocessing == Preprocessing()
-        return load_data(data, sampling, preprocessing, transform=transform_of(source, net) if zoo else None)
+        if Path(data).is_dir() and (self.size, self.mean, self.std) == (None, None, None):
+            return load_data(data, sampling, Preprocessing(), transform=transform_of(source, net))
+        return load_data(data, sampling, self._preprocessing(source, net, data))
+
+    def _preprocessing(self, source: str, net: nn.Module, data: str) -> Preprocessing:
+        """The preprocessing by these options, with the library's mean and std for images if not given."""
+        mean, std = (None if text is None else parse_floats(text) for text in (self.mean, self.std))
+        usual: Normalisation = ((0.0,), (1.0,))
+        if Path(data).is_dir() and (mean is None or std is None):
+            usual = normalisation_of(source, net) or usual
+        return Preprocessing(self.size, mean or usual[0], std or usual[1])
 
     def _texts(self, source: str, net: Any, data: str, sampling: Sampling) -> Iterable[Any]:
         if not is_source(source):

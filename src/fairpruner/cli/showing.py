@@ -12,6 +12,7 @@ from fairpruner.cli.common import AsJson, Force, Latency, Protection, Removal, a
 from fairpruner.cli.outputs import check_output
 from fairpruner.core.marks import FIGURE, PAGE
 from fairpruner.core.scores import Scores
+from fairpruner.errors import FairprunerError
 from fairpruner.reporting.plots import FIGURES, draw
 from fairpruner.terminal.tables import Printable
 
@@ -43,6 +44,11 @@ def report(
 ) -> None:
     """Write an interactive page on which any plan of the scores can be chosen."""
     check_output(output, PAGE, source, plan, measured, latency, force=force)
+    if source.is_dir() and (removal or protection):
+        raise FairprunerError(
+            f"--removal and --protection choose signals of a scores file, and {source} is a folder: give the"
+            " scores file, or leave them out."
+        )
     found = fp.report(
         source if source.is_dir() else Scores.load(source).using(removal, protection),
         plan,

@@ -202,3 +202,12 @@ def describe_plan(plan: Plan) -> str:
     return f"{plan.rule}{tolerance} keeps " + ", ".join(
         f"{plan.share(metric):.1%} of {metric}" for metric in METRICS
     )
+
+
+def check_plan(plan: object) -> None:
+    """Raise unless `plan` is a plan: units alone do not say of which model they are."""
+    if not isinstance(plan, Plan):
+        raise FairprunerError(
+            f"The plan is a {type(plan).__name__}, expected a Plan: from allocate, prune or Plan.load, or"
+            " Plan.removing(spaces, units) for units that you choose."
+        )

@@ -58,15 +58,19 @@ class _Run(NamedTuple):
 
 
 class Check:
-    """Compares mask and cut in three rounds, in which each space loses up to two thirds of its units."""
+    """Compares mask and cut in several rounds, in which each space loses up to two thirds of its units."""
 
     def __init__(self, model: nn.Module, examples: Sequence[Any], spaces: Sequence[UnitSpace]) -> None:
         rng = np.random.default_rng(0)
         some, others = _halves(spaces)
         self._rounds: list[RemovedUnits] = [
             {space.name: _drawn(space, rng, most=True) for space in spaces},
-            {space.name: _drawn(space, rng, most=False) for space in some},
-            {space.name: _drawn(space, rng, most=False) for space in others},
+            *(
+                {space.name: _drawn(space, rng, most=False) for space in drawn}
+                | {space.name: _first(space) for space in rest}
+                for drawn, rest in ((some, others), (others, some))
+            ),
+            {space.name: _last(space) for space in spaces},
         ]
         self.examples = examples
         self.model = model
@@ -82,7 +86,7 @@ class Check:
         # The model itself with the random weights, which take little memory.
         self.whole = cache(lambda: copy_with(model, self.lively(torch.float32)))
 
-    def failure(self, spaces: Sequence[UnitSpace], *, rounds: int = 3) -> Failure | None:
+    def failure(self, spaces: Sequence[UnitSpace], *, rounds: int | None = None) -> Failure | None:
         """Why mask and cut of these spaces do not agree; None if they agree. A trial takes fewer rounds."""
         for drawn in self._rounds[:rounds]:
             removed = {space.name: drawn[space.name] for space in spaces if space.name in drawn}
@@ -175,8 +179,8 @@ class Check:
 def _halves(spaces: Sequence[UnitSpace]) -> tuple[list[UnitSpace], list[UnitSpace]]:
     """The spaces in two halves. Spaces that own parts of one producer are put into different halves.
 
-    Otherwise code that splits the producer's output into equal parts could pass by chance, because all parts
-    lose the same number of units.
+    In one round, one half loses an odd number of units and the other an even number. If all parts lost the
+    same number, code that splits the producer's output into equal parts could pass by chance.
     """
     siblings: dict[tuple[str, int], list[UnitSpace]] = {}
     for space in spaces:
@@ -193,13 +197,32 @@ def _drawn(space: UnitSpace, rng: np.random.Generator, *, most: bool) -> Ints:
     Code that splits a tensor into equal parts is correct by chance if all parts lose the same number, or if
     the last part loses few. It cannot be correct by chance in all these draws.
     """
-    limit = max(1, min(space.size - space.min_keep, 2 * space.size // 3) // space.groups)
+    limit = _most(space)
     depth = limit if most else int(rng.integers(-(-limit // 3), limit + 1) - 1) // 2 * 2 + 1
     if space.groups > 1:
         return removal_order(np.argsort(rng.permutation(space.size)), space.groups)[: depth * space.groups]
     early, late = (rng.permutation(part) for part in np.array_split(np.arange(space.size), 2))
     from_early = min(depth // 2 + 1, depth, early.size)
     return np.concatenate([early[:from_early], late[: depth - from_early]])
+
+
+def _most(space: UnitSpace) -> int:
+    """How many units a space loses at most, in each of its groups."""
+    return max(1, min(space.size - space.min_keep, 2 * space.size // 3) // space.groups)
+
+
+def _first(space: UnitSpace) -> Ints:
+    """The first units of each group, an even number if there are two.
+
+    Code that takes a part of the channels by a share of their number, such as the first half, is then wrong.
+    """
+    depth = max(1, _most(space) // 2 * 2)
+    return removal_order(np.arange(space.size), space.groups)[: depth * space.groups]
+
+
+def _last(space: UnitSpace) -> Ints:
+    """The last units of each group: code that treats the last channel in another way is then wrong."""
+    return removal_order(-np.arange(space.size), space.groups)[: _most(space) * space.groups]
 
 
 def cast(example: Any, dtype: torch.dtype | None) -> Any:

@@ -43,7 +43,7 @@ class _CheckInside(Check):
         super().__init__(module, [given], spaces)
         self._path = path
 
-    def failure(self, spaces: Sequence[UnitSpace], *, rounds: int = 3) -> Failure | None:
+    def failure(self, spaces: Sequence[UnitSpace], *, rounds: int | None = None) -> Failure | None:
         return super().failure([_inside(space, self._path) for space in spaces], rounds=rounds)
 
     def _outputs(self, model: nn.Module, inputs: Any, visits: Visits) -> list[torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fairpruner.errors import FairprunerError
+from fairpruner.errors import FairprunerError, check_whole_number
 from fairpruner.inputs.batches import Batch
-from fairpruner.inputs.data_files import read_bytes
+from fairpruner.inputs.data_files import read_plain_text
 from fairpruner.inputs.streamed import ORIGINAL, Streamed
 from fairpruner.inputs.walking import Disk, walking
 from fairpruner.models.calling import call, evaluating
 from fairpruner.models.devices import device_of_model
+
+LARGEST = math.log(sys.float_info.max)  # the largest number whose exp is finite
 
 
 @dataclass(frozen=True)
@@ -38,10 +41,7 @@ class Perplexity:
 
 def read_tokens(path: str | Path, tokenizer: Any) -> Tensor:
     """The text of a file as tokens, [T], without special tokens."""
-    try:
-        text = read_bytes(Path(path)).decode("utf-8")  # as bytes, so that line ends are not translated
-    except (OSError, UnicodeDecodeError) as error:
-        raise FairprunerError(f"Text {path} cannot be read: {error}.") from error
+    text = read_plain_text(path)
     return torch.tensor(
         tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.long
     )
@@ -67,6 +67,7 @@ def perplexity(
         raise FairprunerError(
             f"length is {length}, expected at least 2 and at most the {limit} positions of the model."
         )
+    check_whole_number("batch_size", batch_size)
     windows = [window for window in tokens.split(length) if window.numel() > 1]
     if not windows:
         raise FairprunerError(f"The text has {tokens.numel()} tokens, expected at least 2.")
@@ -81,7 +82,13 @@ def perplexity(
         targets = batch[:, 1:].flatten().to(logits.device)
         total += float(nn.functional.cross_entropy(logits.flatten(0, 1), targets, reduction="sum"))
         predicted += targets.numel()
-    return Perplexity(math.exp(total / predicted), predicted, len(windows), length)
+    mean = total / predicted
+    if not mean < LARGEST:  # this also refuses NaN
+        raise FairprunerError(
+            f"The mean negative log-likelihood of a token is {mean:.4g}, so the perplexity is not a finite"
+            " number: check the model's weights and the range of its logits."
+        )
+    return Perplexity(math.exp(mean), predicted, len(windows), length)
 
 
 def _outputs(model: nn.Module | Streamed, batches: Sequence[Tensor]) -> Iterator[Any]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from fairpruner.errors import FairprunerError, import_extra, unknown
+from fairpruner.errors import FairprunerError, check_whole_number, import_extra, unknown
 from fairpruner.evaluation.tasks import TASKS, QuestionTask
 from fairpruner.evaluation.unseen import check_unseen
 from fairpruner.inputs.datasets import draw_balanced
@@ -51,6 +51,7 @@ def evaluate(
     for name in files:
         if name not in TASKS:
             raise unknown("task", name, TASKS)
+    check_whole_number("batch_size", batch_size)
     items = {name: _drawn(TASKS[name], TASKS[name].read(Path(path)), limit) for name, path in files.items()}
     if calibration is not None:
         for name, path in files.items():

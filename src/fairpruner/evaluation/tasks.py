@@ -5,6 +5,7 @@ The paper does not print its prompts. The prompts here are simple ones, listed i
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,13 +28,14 @@ class QuestionTask:
     prompt: Callable[[Row], str]
     answer: Callable[[Row], str]
     parse: Callable[[str, Row], str | None]  # None if there is no answer
+    typed: Callable[[Row], Row]  # the item with the types of its columns: a .csv holds nothing but text
     category: Callable[[Row], str] | None = None
     new_tokens: int = 32  # the most tokens that the model generates
 
     def read(self, path: Path) -> list[Row]:
         """The items of a file; an error if one lacks a column or has an invalid answer."""
-        rows = read_rows(path)
-        for number, row in enumerate(rows, start=1):
+        items: list[Row] = []
+        for number, row in enumerate(read_rows(path), start=1):
             missing = [column for column in self.columns if column not in row]
             if missing:
                 raise FairprunerError(
@@ -41,12 +43,13 @@ class QuestionTask:
                     f" {', '.join(self.columns)} of {self.name}."
                 )
             try:
-                self.answer(row)
+                items.append(self.typed(row))
+                self.answer(items[-1])
             except (ValueError, TypeError, IndexError) as error:
                 raise FairprunerError(
                     f"Item {number} of {path} has no valid answer for {self.name}: {error}."
                 ) from error
-        return rows
+        return items
 
 
 def _ask_wic(row: Row) -> str:
@@ -55,6 +58,12 @@ def _ask_wic(row: Row) -> str:
         f"Sentence 1: {row['sentence1']}\nSentence 2: {row['sentence2']}\n"
         'Answer with "yes" or "no".\nAnswer:'
     )
+
+
+def _typed_wic(row: Row) -> Row:
+    labels = {"0": 0, "1": 1, "false": 0, "true": 1}
+    label = row["label"]
+    return {**row, "label": labels.get(label.strip().lower(), label)} if isinstance(label, str) else row
 
 
 def _answer_wic(row: Row) -> str:
@@ -78,6 +87,18 @@ def _ask_mmlu_pro(row: Row) -> str:
         f"{letter}. {option}" for letter, option in zip(LETTERS, row["options"], strict=False)
     )
     return f"{row['question']}\n{options}\nAnswer with the letter of the one correct option.\nAnswer:"
+
+
+def _typed_mmlu_pro(row: Row) -> Row:
+    index, options = row["answer_index"], row["options"]
+    if isinstance(options, str):
+        try:
+            options = json.loads(options)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"the options are {options[:60]!r}, expected a JSON list") from error
+    if not isinstance(options, list):
+        raise ValueError(f"the options are a {type(options).__name__}, expected a list")
+    return {**row, "answer_index": int(index) if isinstance(index, str) else index, "options": options}
 
 
 def _answer_mmlu_pro(row: Row) -> str:
@@ -118,6 +139,7 @@ TASKS: dict[str, QuestionTask] = {
         _ask_wic,
         _answer_wic,
         parse_yes_or_no,
+        _typed_wic,
     ),
     "mmlu_pro": QuestionTask(
         "mmlu_pro",
@@ -127,6 +149,7 @@ TASKS: dict[str, QuestionTask] = {
         _ask_mmlu_pro,
         _answer_mmlu_pro,
         parse_letter,
+        _typed_mmlu_pro,
         category=lambda row: str(row["category"]),
     ),
 }

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fairpruner.errors import FairprunerError
+from fairpruner.inputs.data_files import read_plain_text
 from fairpruner.inputs.text import Row, read_rows
 
 LONG = 80  # characters; a passage of this length is not in two texts by accident
@@ -38,9 +39,9 @@ def check_unseen(
 
 def check_text_unseen(path: str | Path, calibration: str | Path) -> None:
     """Raise if a text file contains a long passage of the calibration file: a text of its rows, or a line."""
-    text = Path(path).read_bytes().decode("utf-8")
+    text = read_plain_text(path)
     if Path(calibration).suffix == ".txt":
-        values: list[Any] = Path(calibration).read_bytes().decode("utf-8").splitlines()
+        values: list[Any] = read_plain_text(calibration).splitlines()
     else:
         values = [value for row in read_rows(Path(calibration)) for value in row.values()]
     passages = [value for value in values if isinstance(value, str) and len(value) >= LONG]

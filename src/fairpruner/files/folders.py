@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fairpruner.core.marks import kind_of
-from fairpruner.core.plan import Plan
+from fairpruner.core.plan import Plan, check_plan
 from fairpruner.core.sealed import VERSION, Json, digest, read_tensors, readable, write_tensors
 from fairpruner.core.writing import written_whole
 from fairpruner.errors import FairprunerError
@@ -64,6 +64,7 @@ def save(
     True
     """
     check_supported(small)
+    check_plan(plan)
     _check_is_cut(small, plan)
     small = without_removed_layers(small) if is_model(small) else small
     state = _state(small)
@@ -197,6 +198,11 @@ def _read(file: Path, expected: Json, folder: Path) -> tuple[Json, dict[str, tor
 
 
 def _built(build: Callable[[], nn.Module] | str) -> nn.Module:
+    if isinstance(build, nn.Module):
+        raise FairprunerError(
+            f"build is a {type(build).__name__}, expected a function that makes one, or a source such as"
+            " 'timm:resnet18': give for example build=lambda: model."
+        )
     model = (factory_of(build) if isinstance(build, str) else build)()
     if not isinstance(model, nn.Module):
         raise FairprunerError(

@@ -9,6 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
@@ -84,6 +85,19 @@ def read_bytes(path: Path) -> bytes:
     return b"".join(parts)
 
 
+def read_plain_text(path: str | Path) -> str:
+    """The text of a file in UTF-8, unpacked if its name ends in .xz; line ends stay as they are."""
+    try:
+        return decoded(read_bytes(Path(path)))
+    except (OSError, EOFError, lzma.LZMAError, UnicodeDecodeError) as error:
+        raise FairprunerError(f"Text {path} cannot be read: {error}.") from error
+
+
+def decoded(content: bytes) -> str:
+    """The text of bytes in UTF-8, without the byte order mark that Excel writes at the start."""
+    return content.decode("utf-8-sig")
+
+
 def _check_unpacked(path: Path, size: int) -> None:
     """Refuse a file that would unpack to far more than its size."""
     held = path.stat().st_size
@@ -111,8 +125,22 @@ def read_image(file: Path) -> Any:
                         f"Image {file} is {image.width} × {image.height}, expected at most {PIXELS:,} pixels"
                         f" and no side more than {ASPECT} times the other: remove it."
                     )
-                return image.convert("RGB")
+                return _in_eight_bits(image, file).convert("RGB")
     except FairprunerError:
         raise
     except Exception as error:  # each image format raises other exceptions
         raise FairprunerError(f"Image {file} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _in_eight_bits(image: Any, file: Path) -> Any:
+    """The image with 8 bits per channel; Pillow would clip larger numbers to white without a message."""
+    if image.mode.startswith("I;16"):
+        from PIL import Image
+
+        return Image.fromarray(np.rint(np.asarray(image) / 257).astype(np.uint8))  # 65535 becomes 255
+    if image.mode in ("I", "F"):  # the brightest value of such an image is not known
+        raise FairprunerError(
+            f"Image {file} has the mode {image.mode!r} (32 bits per pixel), expected 8 or 16 bits per"
+            " channel: save it with 8 bits."
+        )
+    return image

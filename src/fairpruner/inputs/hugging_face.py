@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,8 +33,9 @@ def is_source(source: str) -> bool:
 
 
 def place_of(source: str) -> str:
-    """The folder or hub name behind "hf:"."""
-    return source.partition(":")[2]
+    """The folder or hub name behind "hf:"; the shell does not replace a ~ after the colon."""
+    place = source.partition(":")[2]
+    return os.path.expanduser(place) if place.startswith("~") else place
 
 
 def is_model(model: nn.Module) -> bool:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import reduce
 from importlib.machinery import SourceFileLoader
+from itertools import count
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,8 +29,10 @@ from fairpruner.inputs.weights import load_weights
 
 Factory = Callable[[], nn.Module]
 Transform = Callable[[Any], torch.Tensor]  # a PIL image -> [3, H, W]
+Normalisation = tuple[tuple[float, ...], tuple[float, ...]]  # mean and std, per channel
 
 PRETRAINED = "pretrained"  # as the name of a weights file: the weights that the library offers
+FILES = count(1)  # the numbers of the Python files that were run
 
 
 @dataclass(frozen=True)
@@ -104,8 +107,31 @@ def transform_of(source: str, model: nn.Module) -> Transform | None:
     """The preprocessing that a library prescribes for its model; None for a user's model."""
     library, _, name = source.partition(":")
     if library == hugging_face.PREFIX:
-        return hugging_face.transform_of(name)
+        return hugging_face.transform_of(hugging_face.place_of(source))
     return ZOOS[library].transform(_import_zoo(library), name, model) if library in ZOOS else None
+
+
+def normalisation_of(source: str, model: nn.Module) -> Normalisation | None:
+    """The mean and std per channel that a library prescribes for its model; None for a user's model.
+
+    They are computed from what the library's preprocessing makes of a black and of a white image, because
+    every library stores them in another way.
+    """
+    try:
+        transform = transform_of(source, model)
+        if transform is None:
+            return None
+        from PIL import Image  # a requirement of every such library
+
+        images = [transform(Image.new("RGB", (256, 256), colour)) for colour in ("black", "white")]
+        # [3] each; the median, because a library may pad the image
+        black, white = (image.double().flatten(1).median(1).values for image in images)
+    except Exception as error:  # a library may prescribe nothing for a model, or no images
+        raise FairprunerError(
+            f"The mean and std of {source} are not known ({error}): give --mean and --std."
+        ) from error
+    std = 1 / (white - black)
+    return tuple((-black * std).tolist()), tuple(std.tolist())
 
 
 def example_for(source: str, model: nn.Module) -> Any:
@@ -129,7 +155,8 @@ def _build(source: str, pretrained: bool = False) -> nn.Module:
     """The model that a source names."""
     library, _, name = source.partition(":")
     if library == hugging_face.PREFIX:
-        return hugging_face.pretrained(name) if pretrained else hugging_face.architecture(name)
+        place = hugging_face.place_of(source)
+        return hugging_face.pretrained(place) if pretrained else hugging_face.architecture(place)
     if pretrained and library not in ZOOS:
         raise FairprunerError(
             f"Source {source!r} offers no weights: {PRETRAINED!r} works with {', '.join(LIBRARIES)};"
@@ -213,12 +240,19 @@ def resolve(source: str) -> Any:
 
 
 def _run_file(path: Path) -> ModuleType:
-    """A Python file as a module, without an entry in sys.modules."""
+    """A Python file as a module with its own name in sys.modules, where dataclasses look it up."""
     check_regular(path)
-    loader = SourceFileLoader(path.stem, str(path))
-    module = ModuleType(path.stem)
+    # A new name each time, so that files of the same name, and a file that changed, stay apart.
+    name = f"{path.stem}_file_{next(FILES)}"
+    loader = SourceFileLoader(name, str(path))
+    module = ModuleType(name)
     module.__file__ = str(path)
-    loader.exec_module(module)
+    sys.modules[name] = module
+    try:
+        loader.exec_module(module)
+    except BaseException:
+        sys.modules.pop(name, None)
+        raise
     return module
 
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from fairpruner.core.arrays import Ints
 from fairpruner.core.reading import parse_json
 from fairpruner.errors import FairprunerError, import_extra, unknown
-from fairpruner.inputs.data_files import MOST_CLASSES, TEXT_LIMIT, read_bytes
+from fairpruner.inputs.data_files import MOST_CLASSES, TEXT_LIMIT, decoded, read_bytes
 from fairpruner.inputs.datasets import Sampling, draw_balanced
 
 MOST_ROWS = 10**7
@@ -127,7 +127,7 @@ def _read_parquet(content: bytes, path: Path) -> list[Any]:
 
 
 def _lines(content: bytes) -> StringIO:
-    return StringIO(content.decode("utf-8"), newline="")
+    return StringIO(decoded(content), newline="")
 
 
 READERS: dict[str, Callable[[bytes, Path], list[Any]]] = {

@@ -37,8 +37,23 @@ def load_weights(model: nn.Module, path: Path) -> None:
             for what, names in problems.items()
             if names
         )
-        raise FairprunerError(f"Weights {path} do not fit {type(model).__name__}: {listed}.")
+        raise FairprunerError(
+            f"Weights {path} do not fit {type(model).__name__}: {listed}.{_prefix_hint(found, expected)}"
+        )
     model.load_state_dict(found, strict=False)
+
+
+def _prefix_hint(found: Mapping[str, Any], expected: Mapping[str, Any]) -> str:
+    """A sentence on the prefix of all stored names, such as "module.", if the model's names lack it."""
+    first = next(iter(found), "")
+    for name in expected:
+        prefix = first.removesuffix(name)
+        if first == prefix + name and prefix.endswith(".") and all(n.startswith(prefix) for n in found):
+            return (
+                f" Every stored name begins with {prefix!r}, which the model's names do not: save"
+                f" {{name.removeprefix({prefix!r}): tensor for name, tensor in weights.items()}} instead."
+            )
+    return ""
 
 
 def fits(found: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -74,11 +89,22 @@ def _read_weights(path: Path) -> dict[str, torch.Tensor]:
     if not isinstance(content, Mapping) or not all(
         isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in content.items()
     ):
+        wrappers = _wrappers(content)
+        step = f" Save the value of {wrappers[0]!r} alone; it holds tensors." if wrappers else ""
         raise FairprunerError(
             f"Weights {path} hold no state_dict: expected a mapping of names to tensors, alone or under"
-            " 'state_dict' or 'model'."
+            f" 'state_dict' or 'model'.{step}"
         )
     return dict(content)
+
+
+def _wrappers(content: Any) -> list[str]:
+    """The names under which a checkpoint holds mappings of names to tensors."""
+    return [
+        str(name)
+        for name, value in (content.items() if isinstance(content, Mapping) else ())
+        if isinstance(value, Mapping) and value and all(isinstance(t, torch.Tensor) for t in value.values())
+    ]
 
 
 def _read_checkpoint(path: Path) -> Any:

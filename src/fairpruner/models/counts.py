@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from fairpruner.models.attention import FEWER_HEADS
+from fairpruner.models.attention import FEWER_HEADS, remember_heads
 from fairpruner.models.narrow_heads import HEADS_WIDTHS, KEPT_HEADS, NarrowHeads, narrow_class
 
 IN_CONFIG = "config."  # before the name of a number that a module reads from its configuration
@@ -51,6 +51,8 @@ def set_count(module: nn.Module, attribute: str, kept: Sequence[int], before: in
         return
     if attribute in HEADS_WIDTHS and not isinstance(module, NarrowHeads):
         vars(module)["input_width"] = before
+    if attribute == "num_heads" and (type(module) in FEWER_HEADS or type(module) in FEWER_HEADS.values()):
+        remember_heads(module, kept, before)
     setattr(module, attribute, value)
     accept_counts(module)
 

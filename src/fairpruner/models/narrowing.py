@@ -275,7 +275,10 @@ def _sizes_by_path(model: nn.Module) -> dict[str, dict[str, int]]:
 
 def _sizes(module: nn.Module) -> dict[str, int]:
     """Lengths of a module's weight by side; without a weight, of its statistics."""
-    weight = getattr(module, "weight", None)
+    parametrized = getattr(getattr(module, "parametrizations", None), "weight", None)
+    # Reading a parametrized weight computes it, and a spectral norm changes its buffers when it does.
+    weight = getattr(parametrized, "original", None)
+    weight = getattr(module, "weight", None) if weight is None else weight
     weight = weight if isinstance(weight, torch.Tensor) else getattr(module, "running_mean", None)
     if not isinstance(weight, torch.Tensor) or weight.ndim == 0:
         return {}

@@ -66,9 +66,12 @@ def remove(module: nn.Module, by: str, argument: int | str, outputs: int) -> Non
     number = next(
         (found for inner in module.modules() if type(found := getattr(inner, "layer_idx", None)) is int), None
     )
+    parameters = [name for name, _ in module.named_parameters(recurse=False)]
     while names := _held_names(module):  # again, because a module or tensor with two names is listed once
         for name in names:
             delattr(module, name)
+    for name in parameters:  # torch's encoder layers look whether a bias is None
+        setattr(module, name, None)
     module.__class__ = STAND_INS[by]
     module.argument, module.outputs = argument, outputs  # type: ignore[assignment]
     if number is not None:

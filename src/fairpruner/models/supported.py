@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.ao.nn.quantized import FloatFunctional
 from torch.nn.parameter import is_lazy
 
 from fairpruner.errors import FairprunerError
@@ -50,7 +51,7 @@ def _reason(path: str, module: nn.Module) -> str:
         return _fixed(path, module, "TorchScript") if holds else ""
     if any(base.__module__.startswith("torch.export") for base in type(module).__mro__):
         return _fixed(path, module, "an exported graph")
-    if type(module).__module__.startswith(QUANTIZED):
+    if type(module).__module__.startswith(QUANTIZED) and not isinstance(module, FloatFunctional):
         return (
             f"{_at(path, module)} is quantized: its packed weights can be neither cut nor saved by name."
             " Prune the model before it is quantized, then quantize the smaller one."

@@ -6,6 +6,7 @@ a change shows there first.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +22,8 @@ from torch.nn.modules.module import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.data import DataLoader
 from torch.utils.data._utils.signal_handling import _set_SIGCHLD_handler
 from torch.utils.flop_counter import flop_registry
 
@@ -45,6 +48,8 @@ __all__ = [
     "tree_map_only",
     "unsaved_buffers",
     "watch_worker_processes",
+    "with_new_workers",
+    "without_reentrant_checkpoints",
     "written_tensors",
 ]
 
@@ -166,6 +171,40 @@ def replaced_children(module: nn.Module, children: dict[str, nn.Module]) -> Iter
         yield
     finally:
         module._modules = own
+
+
+@contextmanager
+def without_reentrant_checkpoints() -> Iterator[None]:
+    """Inside, `torch.utils.checkpoint.checkpoint(..., use_reentrant=True)` only calls its function.
+
+    However a model imported `checkpoint`, it ends in this `apply`, which the class inherits.
+    """
+    reentrant: Any = CheckpointFunction
+    own = vars(reentrant).get("apply")
+
+    def call(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        return function(*args)
+
+    reentrant.apply = staticmethod(call)
+    try:
+        yield
+    finally:
+        if own is None:
+            del reentrant.apply
+        else:
+            reentrant.apply = own
+
+
+def with_new_workers(data: Any) -> Any:
+    """A loader with the same settings that starts its own workers; data that is no loader, as it is.
+
+    Reading it does not change the random states in persistent workers of the loader given.
+    """
+    if not isinstance(data, DataLoader):
+        return data
+    loader = copy.copy(data)
+    loader._iterator = None
+    return loader
 
 
 @contextmanager

@@ -13,9 +13,13 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
+from fairpruner.core.sealed import digest
 from fairpruner.errors import FairprunerError
 from fairpruner.inputs.batches import Batch, read_batches
 from fairpruner.inputs.same_order import parts_that_shuffle
+from fairpruner.models.calling import tensors_of
+from fairpruner.models.randomness import random_state_kept, restore_generator
+from fairpruner.models.torch_private import with_new_workers
 
 # The settings of a loader that do not depend on the order of its batches.
 LOADER_SETTINGS = (
@@ -120,15 +124,40 @@ def epoch_batches(
             yield batch
 
 
+def first_batch(data: Iterable[Any], device: torch.device, model: nn.Module, *, seed: int) -> str | None:
+    """A hash of the first batch of the first epoch, by which a run recognises its data; None without a batch.
+
+    The batch is read twice, because a hash cannot recognise data that is never the same again: data with its
+    own random generators, for example. The training that follows is not changed.
+    """
+
+    def read() -> str | None:
+        batch = next(epoch_batches(with_new_workers(data), device, model, seed=seed, epoch=0), None)
+        if batch is None:
+            return None
+        tensors = (tensor.detach().cpu().contiguous() for tensor in tensors_of([batch.inputs, batch.labels]))
+        return digest({}, {str(position): tensor for position, tensor in enumerate(tensors)})[:16]
+
+    with random_state_kept([device]), generators_kept(data):
+        first, again = read(), read()
+    return first if first == again else "different each time it is read"
+
+
 @contextmanager
 def generators_kept(*data: Iterable[Any] | None) -> Iterator[None]:
-    """Restores the states of all random generators that `epoch_batches` seeds."""
-    before = [(generator, generator.get_state()) for item in data for generator in _generators(item)]
+    """Restores the states of all random generators that the data, its dataset and its samplers hold."""
+    held = [value for item in data for part in parts_that_shuffle(item) for value in _attributes(part)]
+    undo = [restore for value in held if (restore := restore_generator(value)) is not None]
     try:
         yield
     finally:
-        for generator, state in before:
-            generator.set_state(state)
+        for restore in undo:
+            restore()
+
+
+def _attributes(part: Any) -> Iterator[Any]:
+    yield getattr(part, "generator", None)  # a property or a slot too
+    yield from getattr(part, "__dict__", {}).values()
 
 
 def _generators(data: Any) -> Iterator[torch.Generator]:

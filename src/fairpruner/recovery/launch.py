@@ -94,6 +94,16 @@ def summed(accelerator: Accelerator, *numbers: float) -> list[float]:
     return total
 
 
+def of_first_process(accelerator: Accelerator, value: str | None) -> str | None:
+    """The value that the first process has."""
+    if accelerator.num_processes == 1:
+        return value
+    from accelerate.utils import broadcast_object_list
+
+    found: list[str | None] = broadcast_object_list([value])
+    return found[0]
+
+
 def precision_of(wanted: str, accelerator: Accelerator, net: nn.Module) -> str:
     """The precision of products, by accelerate's name: "no" for that of the weights, "bf16" or "fp16".
 

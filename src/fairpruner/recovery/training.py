@@ -29,13 +29,22 @@ from fairpruner.models.supported import check_has_numbers
 from fairpruner.models.torch_private import AnyBatchNorm
 from fairpruner.recovery.averaging import ema_of
 from fairpruner.recovery.checkpoints import FILE, identity, load_checkpoint, save_checkpoint
-from fairpruner.recovery.data import COMPUTING, epoch_batches, generators_kept, reseed, shard, steps_of
+from fairpruner.recovery.data import (
+    COMPUTING,
+    epoch_batches,
+    first_batch,
+    generators_kept,
+    reseed,
+    shard,
+    steps_of,
+)
 from fairpruner.recovery.history import Epoch, Tally
 from fairpruner.recovery.interrupts import noticing_interrupts
 from fairpruner.recovery.launch import (
     accelerator_of_launch,
     autocast,
     is_spread,
+    of_first_process,
     placed,
     precision_of,
     summed,
@@ -156,6 +165,16 @@ class _Training:
         self.validation = shard(validation, rank, processes, even=False) if validation is not None else None
         self.steps = steps_of(self.train)  # in an epoch
         self.settings["batches in an epoch"] = self.steps
+        if self.folder is not None:
+            for name, batches in (("training", self.train), ("validation", self.validation)):
+                self.settings[f"first batch of the {name} data"] = self._first_batch(batches)
+
+    def _first_batch(self, data: Iterable[Any] | None) -> str | None:
+        """A hash of the first process's first batch; None without data."""
+        if data is None:
+            return None
+        mine = first_batch(data, self.device, self.small, seed=self.recipe.seed)
+        return of_first_process(self.accelerator, mine)
 
     def resume(self) -> None:
         """Load the folder's checkpoint; without one, save the start.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fairpruner.core.plan import Plan
+from fairpruner.core.plan import Plan, check_plan
 from fairpruner.errors import FairprunerError, unknown
 from fairpruner.inputs.batches import Batch, check_rereadable, forward, read_batches
 from fairpruner.inputs.losses import Loss, loss_or_distance
@@ -127,6 +127,7 @@ def _loss(small: nn.Module, model: nn.Module, data: Iterable[Any], *, loss: Loss
 def _check_cut(small: nn.Module, model: nn.Module, plan: Plan) -> None:
     check_supported(small)
     check_supported(model)
+    check_plan(plan)
     check_same_model(
         model, plan.spaces.fingerprint, "The plan belongs", step="Give the model that was scored."
     )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from fairpruner.allocation import allocate
 from fairpruner.core.budget import METRICS
 from fairpruner.core.marks import FIGURE, mark
 from fairpruner.core.plan import Plan
-from fairpruner.core.reading import read_plain_json
+from fairpruner.core.reading import read_plain_json, understanding
 from fairpruner.core.scores import Scores
 from fairpruner.core.writing import written_whole
 from fairpruner.errors import FairprunerError, unknown
@@ -36,6 +37,7 @@ STYLES = (
     ("#e69f00", "v", "-"),
     ("#56b4e9", "P", "--"),
 )
+CURVES = '{"method": [[removed share, accuracy, …], …]}'  # what `plot_ablation` draws
 TOLERANCES = np.linspace(0, 0.99, 100)
 
 
@@ -136,16 +138,11 @@ def plot_ablation(curves: Mapping[str, Iterable[Sequence[float]]]) -> Figure:
     >>> plot_ablation(lines).axes[0].get_ylabel()
     'accuracy'
     """
+    checked = _checked(curves)
     figure = _figure(5.5, 3.8)
     axes = figure.subplots()
-    for position, (method, points) in enumerate(curves.items()):
+    for position, (method, rows) in enumerate(checked.items()):
         colour, marker, line = STYLES[position % len(STYLES)]
-        rows = sorted(tuple(map(float, point)) for point in points)
-        if not rows or min(map(len, rows)) < 2:
-            raise FairprunerError(
-                f"Curve {method!r} needs points of a removed share and at least one accuracy, found"
-                f" {rows[:1] or 'none'}."
-            )
         removed = [row[0] for row in rows]
         mean, spread = (np.array([measure(row[1:]) for row in rows]) for measure in (np.mean, np.std))
         axes.plot(removed, mean, color=colour, marker=marker, linestyle=line, label=method)
@@ -155,6 +152,41 @@ def plot_ablation(curves: Mapping[str, Iterable[Sequence[float]]]) -> Figure:
     _label(axes, "removed", "accuracy")
     axes.legend(frameon=False)
     return figure
+
+
+def _checked(curves: Any) -> dict[str, list[tuple[float, ...]]]:
+    """The points of each curve, sorted by the removed share."""
+    if not isinstance(curves, Mapping) or not curves:
+        raise FairprunerError(f"Found {repr(curves)[:60]}, expected {CURVES}.")
+    return {method: _rows(method, points) for method, points in curves.items()}
+
+
+def _rows(method: str, points: Any) -> list[tuple[float, ...]]:
+    """The points of one curve, sorted by the removed share."""
+    try:
+        rows = [tuple(point) for point in points]
+    except TypeError:
+        rows, strange = [], [points]
+    else:
+        values = [value for row in rows for value in row]
+        strange = [value for value in values if not isinstance(value, Real) or isinstance(value, bool)]
+    if strange:
+        raise FairprunerError(
+            f"Curve {str(method)[:60]!r} has {repr(strange[0])[:60]} in it, expected {CURVES}."
+        )
+    if not rows or min(map(len, rows)) < 2:
+        raise FairprunerError(
+            f"Curve {method!r} needs points of a removed share and at least one accuracy, found"
+            f" {rows[:1] or 'none'}."
+        )
+    return sorted(tuple(map(float, row)) for row in rows)
+
+
+def _draw_ablation(path: Path) -> Figure:
+    curves = read_plain_json(path)
+    with understanding(path):
+        checked = _checked(curves)
+    return plot_ablation(checked)
 
 
 def draw(name: str, source: str | Path, output: str | Path) -> None:
@@ -168,7 +200,7 @@ FIGURES: dict[str, Callable[[Path], Figure]] = {
     "scores": lambda path: plot_scores(Scores.load(path)),
     "profile": lambda path: plot_profile(Plan.load(path / PLAN if path.is_dir() else path)),
     "tolerance": lambda path: plot_tolerance(Scores.load(path)),
-    "ablation": lambda path: plot_ablation(read_plain_json(path)),
+    "ablation": _draw_ablation,
 }
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fairpruner.errors import FairprunerError
 from fairpruner.inputs.batches import Batch
+from fairpruner.models.torch_private import without_reentrant_checkpoints
 
 
 @contextmanager
@@ -27,7 +28,10 @@ def only_gradients_of(model: nn.Module, weights: Collection[nn.Parameter]) -> It
     try:
         for parameter in changed:
             parameter.requires_grad_(not parameter.requires_grad)
-        yield
+        # A reentrant checkpoint drops the gradients of its weights if its input has none, as behind weights
+        # that are frozen here. Without it, activations need the memory of a model that has no checkpoints.
+        with without_reentrant_checkpoints():
+            yield
     finally:
         for parameter in changed:
             parameter.requires_grad_(not parameter.requires_grad)

@@ -22,6 +22,7 @@ from fairpruner.inputs.batches import Batch, forward, joined_boxes
 from fairpruner.inputs.losses import Loss, Task, checked_task, default_loss, logits_of, mean_loss, task_of
 from fairpruner.models.calling import describe, tensors_of
 from fairpruner.models.precision import in_float32
+from fairpruner.models.torch_private import without_reentrant_checkpoints
 
 LOSS_NAMES: dict[Task, str] = {
     "classification": "cross_entropy",
@@ -59,7 +60,8 @@ class Objective:
         function = None if isinstance(loss, str) else loss
         if isinstance(batch.labels, list):
             return Objective("detection", function, has_classes=False, draws_labels=False, seed=seed)
-        with torch.no_grad():
+        # A reentrant checkpoint would warn that no input has a gradient.
+        with torch.no_grad(), without_reentrant_checkpoints():
             few = batch.rows(0, 2)
             output = forward(model, few)
         task = named or task_of(few, output)

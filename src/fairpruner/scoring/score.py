@@ -10,7 +10,7 @@ from torch import nn
 
 from fairpruner.core.scores import Scores
 from fairpruner.core.spaces import Spaces
-from fairpruner.errors import FairprunerError
+from fairpruner.errors import FairprunerError, check_whole_number
 from fairpruner.inputs.batches import Batch, in_halves, read_batches
 from fairpruner.inputs.losses import Loss
 from fairpruner.inputs.streamed import Streamed
@@ -64,6 +64,7 @@ def score(
     >>> scores.samples, scores.active, scores.removal["0"].shape
     (32, ('wasserstein', 'taylor'), (8,))
     """
+    check_whole_number("seed", seed, at_least=0)
     asked: dict[Side, tuple[ByKind, ...] | None] = {
         "removal": parse_signals("removal", removal),
         "protection": parse_signals("protection", protection),
