@@ -74,8 +74,8 @@ class Search:
     def takes_steps(self) -> bool:
         """Whether gradient steps may follow the repair.
 
-        On SmolLM2 they brought less than repairing it once more with the samples that judged, in a tenth of
-        the time.
+        On SmolLM2 they brought less than repairing it once more with the samples that judged, and took far
+        longer.
         """
         return self.repair is None and self.task != "language"
 
