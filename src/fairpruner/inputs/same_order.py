@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
@@ -36,10 +37,9 @@ class SameOrder:
         return len(self._data)  # type: ignore[arg-type]  # a loader of unknown length raises, as len does
 
     def __iter__(self) -> Iterator[Any]:
-        to_present = _restoring(self._data)
-        for restore in self._to_start:
-            restore()
-        try:
+        with generators_kept(self._data):
+            for restore in self._to_start:
+                restore()
             batches: Iterator[Any] | None = None
             for position in count():
                 with random_state_kept():
@@ -49,9 +49,17 @@ class SameOrder:
                 if batch is _END:
                     return
                 yield batch
-        finally:
-            for restore in to_present:
-                restore()
+
+
+@contextmanager
+def generators_kept(*data: Any) -> Iterator[None]:
+    """Restores the states of all random generators that the data, its dataset and its samplers hold."""
+    undo = [restore for item in data for restore in _restoring(item)]
+    try:
+        yield
+    finally:
+        for restore in undo:
+            restore()
 
 
 def parts_that_shuffle(data: Any) -> Iterator[Any]:
@@ -65,8 +73,13 @@ def parts_that_shuffle(data: Any) -> Iterator[Any]:
 
 def _restoring(data: Any) -> list[Callable[[], object]]:
     """Functions that reset the generators inside the data to their present states."""
-    values = [value for part in parts_that_shuffle(data) for value in getattr(part, "__dict__", {}).values()]
-    return [restore for value in values if (restore := restore_generator(value)) is not None]
+    held = [value for part in parts_that_shuffle(data) for value in _attributes(part)]
+    return [restore for value in held if (restore := restore_generator(value)) is not None]
+
+
+def _attributes(part: Any) -> Iterator[Any]:
+    yield getattr(part, "generator", None)  # a property or a slot too
+    yield from getattr(part, "__dict__", {}).values()
 
 
 def _seed(number: int) -> None:

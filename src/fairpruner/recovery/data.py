@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterable, Iterator, Sized
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -16,9 +15,9 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from fairpruner.core.sealed import digest
 from fairpruner.errors import FairprunerError
 from fairpruner.inputs.batches import Batch, read_batches
-from fairpruner.inputs.same_order import parts_that_shuffle
+from fairpruner.inputs.same_order import generators_kept, parts_that_shuffle
 from fairpruner.models.calling import tensors_of
-from fairpruner.models.randomness import random_state_kept, restore_generator
+from fairpruner.models.randomness import random_state_kept
 from fairpruner.models.torch_private import with_new_workers
 
 # The settings of a loader that do not depend on the order of its batches.
@@ -141,23 +140,6 @@ def first_batch(data: Iterable[Any], device: torch.device, model: nn.Module, *, 
     with random_state_kept([device]), generators_kept(data):
         first, again = read(), read()
     return first if first == again else "different each time it is read"
-
-
-@contextmanager
-def generators_kept(*data: Iterable[Any] | None) -> Iterator[None]:
-    """Restores the states of all random generators that the data, its dataset and its samplers hold."""
-    held = [value for item in data for part in parts_that_shuffle(item) for value in _attributes(part)]
-    undo = [restore for value in held if (restore := restore_generator(value)) is not None]
-    try:
-        yield
-    finally:
-        for restore in undo:
-            restore()
-
-
-def _attributes(part: Any) -> Iterator[Any]:
-    yield getattr(part, "generator", None)  # a property or a slot too
-    yield from getattr(part, "__dict__", {}).values()
 
 
 def _generators(data: Any) -> Iterator[torch.Generator]:

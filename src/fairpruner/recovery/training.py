@@ -19,6 +19,7 @@ from fairpruner.errors import FairprunerError, check_whole_number
 from fairpruner.inputs.activations import BlockOutputs, blocks_in_common
 from fairpruner.inputs.batches import Batch, check_rereadable, forward, no_samples
 from fairpruner.inputs.losses import mean_loss
+from fairpruner.inputs.same_order import generators_kept
 from fairpruner.inputs.workers import naming_dead_workers
 from fairpruner.models.copying import deep_copy
 from fairpruner.models.devices import device_of_model, devices_of_model
@@ -33,7 +34,6 @@ from fairpruner.recovery.data import (
     COMPUTING,
     epoch_batches,
     first_batch,
-    generators_kept,
     reseed,
     shard,
     steps_of,
