@@ -248,6 +248,7 @@ def test_an_ablation_of_other_content_is_one_sentence(content: Any, tmp_path: Pa
 def test_options_without_effect_are_refused(tmp_path: Path) -> None:
     net, out = "torch.nn:Identity", tmp_path / "out"
     assert "without --repair" in refused("cut", net, "plan.json", "--data", "d.npz", "-o", out)
+    assert "without --data" in refused("cut", net, "plan.json", "--samples", "8", "-o", out)
     for option in ("--train", "--augment", "--checkpoints", "--learning-rate"):
         told = refused("prune", net, "--data", "d.npz", option, "0.1", "-o", out)
         assert f"Found {option} without --recover-epochs" in told

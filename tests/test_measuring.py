@@ -360,6 +360,10 @@ def test_the_command_compares_a_folder_with_its_original(
         "note": "",
     }
     assert [t["batch_size"] for t in found["timings"]] == [1, 2]
+    Path("measured.json").write_text(done.stdout)
+    drawn = CliRunner().invoke(app, ["report", "small", "--measured", "measured.json", "--json"])
+    assert drawn.exit_code == 0, drawn.output
+    assert json.loads(drawn.stdout)["measured"]["original"]["params"] == plan.original["params"]
     shown = CliRunner().invoke(app, ["measure", "fairpruner.demo:build", *arguments])
     assert "times faster" in shown.stdout
     refused = CliRunner().invoke(app, ["measure", "fairpruner.demo:build"])

@@ -635,6 +635,15 @@ def test_mixed_precision_leaves_a_plain_model(monkeypatch: pytest.MonkeyPatch) -
     assert {p.dtype for p in found.parameters()} == {torch.float32}
 
 
+def test_a_callers_autocast_does_not_train_with_the_weights_of_the_first_step() -> None:
+    torch.manual_seed(0)
+    net, data, recipe = small_net(), some_data(), Recipe(precision="bfloat16", learning_rate=0.5)
+    expected = recover(net, data, epochs=2, recipe=recipe)
+    with torch.autocast("cpu", torch.bfloat16):  # keeps the weights that it has cast
+        found = recover(net, data, epochs=2, recipe=recipe)
+    assert same(found, expected)
+
+
 def test_the_short_recipe_is_in_bfloat16_where_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = Spy.seen
     seen.clear()

@@ -117,6 +117,11 @@ def cut(
         raise FairprunerError(
             f"Found --data {data} without --repair, which alone uses it: give --repair, or leave out --data."
         )
+    if data is None and data_options != CALIBRATION:
+        raise FairprunerError(
+            "Found options that say how data is read, without --data: give --repair and --data, or leave out"
+            " these options."
+        )
     chosen = Plan.load(plan)
     if stream_files:
         if not is_source(model) or weights:

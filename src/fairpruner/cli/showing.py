@@ -31,7 +31,12 @@ def report(
     output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path("report.html"),
     measured: Annotated[
         Path | None,
-        typer.Option(help='A JSON file of measured numbers: {"cut": {"accuracy": 0.91, "flops": 62e6}}.'),
+        typer.Option(
+            help=(
+                'A JSON file of measured numbers: {"cut": {"accuracy": 0.91, "flops": 62e6}}, or what'
+                " `measure --json` printed."
+            )
+        ),
     ] = None,
     latency: Latency = None,
     title: Annotated[

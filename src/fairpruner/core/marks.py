@@ -13,6 +13,7 @@ from fairpruner.core.reading import parse_json, read_text
 from fairpruner.errors import FairprunerError
 
 PAGE, FIGURE, DATA, WEIGHTS = "page", "figure", "data", "weights"  # kinds of files that are not sealed
+MEASUREMENT = "measurement"
 ARRAY = "fairpruner.npy"  # in an .npz file, holds the mark
 EDGE = 64 * 1024  # bytes at the beginning and at the end of a page or figure, where its mark is
 

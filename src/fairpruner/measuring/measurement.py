@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 
+from fairpruner.core.marks import MEASUREMENT, mark
 from fairpruner.measuring.table import measurement_tables
 from fairpruner.measuring.values import Quantity, Timing
 
@@ -44,8 +45,8 @@ class Measurement:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, ready for `json.dumps`."""
-        return {"format": "fairpruner measurement", "version": 1, **asdict(self)}
+        """Plain values, ready for `json.dumps`; as a file, `report --measured` reads its numbers."""
+        return {"format": mark(MEASUREMENT), "version": 1, **asdict(self), "numbers": self.numbers()}
 
     def __rich__(self) -> RenderableType:
         return measurement_tables(self.quantities, self.timings, self.setting, compared=self.compared)

@@ -24,7 +24,7 @@ from fairpruner.inputs.workers import naming_dead_workers
 from fairpruner.models.copying import deep_copy
 from fairpruner.models.devices import device_of_model, devices_of_model
 from fairpruner.models.narrowing import copy_with
-from fairpruner.models.precision import in_float32
+from fairpruner.models.precision import forget_casts, in_float32
 from fairpruner.models.randomness import random_state_kept
 from fairpruner.models.supported import check_has_numbers
 from fairpruner.models.torch_private import AnyBatchNorm
@@ -242,6 +242,7 @@ class _Training:
                 self.accelerator.backward(loss)
                 self.optimizer.step()
                 self.optimizer.zero_grad()
+            forget_casts()
         except FairprunerError as error:
             rate = self.optimizer.param_groups[0]["lr"]
             raise FairprunerError(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fairpruner.core.marks import MEASUREMENT, mark
 from fairpruner.core.reading import read_plain_json
 from fairpruner.errors import FairprunerError
 
@@ -19,10 +20,14 @@ NumbersByModel = Mapping[str, Mapping[str, float]]
 def read_numbers(source: NumbersByModel | str | Path) -> NumbersByModel:
     """The numbers of each model as plain Python values, from a mapping or from a JSON file.
 
+    The file may also be what `fairpruner measure --json` printed.
+
     >>> read_numbers({"cut": {"accuracy": np.float64(0.5)}})
     {'cut': {'accuracy': 0.5}}
     """
     found = read_plain_json(source) if isinstance(source, (str, Path)) else source
+    if isinstance(found, Mapping) and found.get("format") == mark(MEASUREMENT):
+        found = found.get("numbers")
     if not isinstance(found, Mapping) or not all(isinstance(numbers, Mapping) for numbers in found.values()):
         raise FairprunerError(
             f'measured is {str(found)[:80]!r}, expected numbers by model: {{"cut": {{"accuracy": 0.91,'

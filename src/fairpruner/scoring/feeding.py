@@ -100,20 +100,22 @@ class SignalFeed:
         """Show the gradient of the summed loss for what a weight read."""
         rows = rows_along(slope.detach(), axis)
         by_unit = read.by_unit(rows, -1, len(rows))
-        for running in self._signals:
-            if read.space.kind in running.kinds:
-                with _naming_signal(running.signal.name, read.space):
-                    running.accumulator.see_slope(read.space, by_unit, info)
+        with without_autocast(rows.device):
+            for running in self._signals:
+                if read.space.kind in running.kinds:
+                    with _naming_signal(running.signal.name, read.space):
+                        running.accumulator.see_slope(read.space, by_unit, info)
 
     def block_slope(
         self, space: UnitSpace, unit: int, pair: tuple[Tensor, Tensor], axis: int, info: BatchInfo
     ) -> None:
         """Show what a residual block adds to its stream, and the gradient of the mean loss for it."""
         change, slope = (rows_along(tensor, axis) for tensor in pair)
-        for running in self._signals:
-            if space.kind in running.kinds:
-                with _naming_signal(running.signal.name, space):
-                    running.accumulator.see_block_slope(space, unit, (change, slope * info.samples), info)
+        with without_autocast(change.device):
+            for running in self._signals:
+                if space.kind in running.kinds:
+                    with _naming_signal(running.signal.name, space):
+                        running.accumulator.see_block_slope(space, unit, (change, slope * info.samples), info)
 
     def _by_pooling(self, space: UnitSpace) -> Iterator[tuple[bool, list[RunningSignal]]]:
         """The signals that score the space: first those that see every token, then those that see means."""
