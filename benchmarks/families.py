@@ -117,8 +117,7 @@ def by_torch_pruning(model: nn.Module, data: list[Any], keep: float) -> nn.Modul
             global_pruning=True,
             pruning_ratio=0.95,
             iterative_steps=50,
-            ignored_layers=[module for module in small.modules() if isinstance(module, nn.Linear)][-1:],
-            num_heads={m.qkv: m.num_heads for m in small.modules() if hasattr(m, "qkv")},
+            ignored_layers=_left_alone(small),
         )
         while fp.count_flops(small, example) > keep * fp.count_flops(model, example):
             before = fp.count_params(small)
@@ -129,6 +128,17 @@ def by_torch_pruning(model: nn.Module, data: list[Any], keep: float) -> nn.Modul
                 small(example)  # fails where the cut does not fit
     small.zero_grad()
     return small.eval()
+
+
+def _left_alone(model: nn.Module) -> list[nn.Module]:
+    """The layers whose outputs Torch-Pruning must keep: the classifier, and in a DeiT all but hidden units.
+
+    The code of a DeiT fixes the widths of heads and stream, which the library does not change.
+    """
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))}
+    if any(hasattr(module, "qkv") for module in model.modules()):
+        return [layer for name, layer in layers.items() if not name.endswith("fc1")]
+    return list(layers.values())[-1:]
 
 
 def page() -> str:

@@ -42,6 +42,15 @@ def test_a_frozen_norm_goes_along_with_its_channels() -> None:
     assert small[1].running_var.shape == (6,)
 
 
+def test_an_instance_norm_with_its_own_statistics_goes_along_with_its_channels() -> None:
+    norm = nn.InstanceNorm2d(12, affine=True, track_running_stats=True)
+    net = nn.Sequential(nn.Conv2d(3, 12, 3), norm, nn.ReLU(), nn.Conv2d(12, 2, 1))
+    model, example = with_lively_weights(net.eval()), torch.randn(2, 3, 6, 6, dtype=torch.float64)
+    spaces = fp.discover(model, example)
+    small = check_cut(model, example, spaces, some_units(spaces, 0.5, 0))
+    assert small[1].running_mean.shape == small[1].running_var.shape == (6,)  # for every sample the same
+
+
 class Positions(nn.Module):
     """A table of positions in a buffer, [batch, tokens] -> [batch, 3]."""
 

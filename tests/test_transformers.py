@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -34,6 +35,32 @@ def test_a_head_unit_is_a_key_value_group(family: str) -> None:
     assert [s.size for s in heads] == [2, 2]
     rows = {s.tensor.split(".")[-2]: (s.owner >= 0).sum() for s in heads[0].slices if s.role == "write"}
     assert rows == {"q_proj": 32, "k_proj": 16, "v_proj": 16}
+
+
+@pytest.mark.parametrize("keys", [1, 2])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma"])
+def test_heads_that_share_keys_are_cut_right_with_and_without_padding(
+    family: str, keys: int, tmp_path: Path
+) -> None:
+    """Without padding, attention shares keys by itself; with it, their number is in an attribute."""
+    base = hugging_face(family)
+    config = copy.deepcopy(base.config)
+    config.num_key_value_heads, config.initializer_range = keys, 0.5
+    model = type(base)(config).double().eval()
+    spaces = fp.discover(model, HUGGING_FACE[family][3]())
+    heads = [s for s in spaces if s.kind == "head"]
+    assert [s.size for s in heads] == [{1: 4, 2: 2}[keys]] * 2
+    plan = fp.Plan.removing(spaces, {space.name: [0] for space in heads})
+    small, masked = fp.cut(model, plan), fp.mask(model, plan)
+    fp.save(small, plan, tmp_path / "small")
+    loaded = fp.load(tmp_path / "small", build=lambda: type(base)(config).double())
+    whole = torch.ones(2, 9, dtype=torch.long)
+    left, right = whole.clone(), whole.clone()
+    left[0, :3], right[0, -3:] = 0, 0
+    for mask in (None, whole, left, right):
+        text = {"input_ids": torch.randint(3, 90, (2, 9)), "attention_mask": mask}
+        for cut in (small, loaded):
+            assert difference(cut, masked, text) < 1e-6  # Gemma has norms in float32
 
 
 @pytest.mark.slow

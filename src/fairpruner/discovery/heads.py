@@ -2,7 +2,8 @@
 
 They are found by value and by place: whole numbers on the modules that hold the projections of the heads, or
 one level above, that equal the number of heads or the width of a projection. The first guess takes those that
-the code of the module mentions. If a cut with this guess fails, other choices are tried.
+the code of the module mentions. If a cut with this guess fails, other choices are tried, also of numbers that
+only the functions around the module read.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import nn
 from fairpruner.core.arrays import Ints
 from fairpruner.core.units import Count, UnitSpace
 from fairpruner.models.attention import FEWER_HEADS
-from fairpruner.models.code_names import names_in_code
+from fairpruner.models.code_names import names_in_code, names_in_functions
 from fairpruner.models.narrow_heads import HEADS_WIDTHS, KEPT_HEADS, arguments_of
 
 TRIALS = 8  # choices of attributes that are tried before heads are left out
@@ -119,13 +120,15 @@ def _candidates(space: UnitSpace, model: nn.Module) -> list[SizeCandidate]:
             continue
         if type(module).__module__.startswith("torch.nn."):
             continue  # sizes such as the kernel of a convolution count no heads
-        mentioned = names_in_code(type(module))
+        mentioned, around = names_in_code(type(module)), names_in_functions(type(module))
         for attribute, value in _whole_numbers(module):
             named_after_heads = "head" in attribute and "." not in attribute  # a dot: from a configuration
             used = mentioned is None or set(attribute.partition("[")[0].split(".")) <= mentioned
-            if used or named_after_heads:
-                candidate = _candidate(space, path, attribute, value)
-                found += [] if candidate is None else [candidate]
+            candidate = _candidate(space, path, attribute, value)
+            if candidate is not None and (used or named_after_heads):
+                found.append(candidate)
+            elif candidate is not None and attribute in around:
+                found.append(replace(candidate, guessed=False))
     return found
 
 

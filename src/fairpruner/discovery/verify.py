@@ -21,6 +21,7 @@ from fairpruner.discovery.couple import couple
 from fairpruner.discovery.failing import first_line
 from fairpruner.discovery.heads import chosen_alike, other_choices
 from fairpruner.discovery.nearby import check_nearby
+from fairpruner.discovery.padding import with_padding
 from fairpruner.discovery.separate import check_separate
 from fairpruner.discovery.watching import Visits
 from fairpruner.models.torch_private import tree_map_only
@@ -35,7 +36,7 @@ def verify(
 
     Some spaces only become correct with other attributes, or coupled with another space.
     """
-    check = Check(model, examples, spaces)
+    check = Check(model, with_padding(model, examples), spaces)
     check_separate(check)
     sound, aside = _set_aside(check, spaces)
     joined = couple([*(s for s in aside if s.kind not in ("expert", "block")), *_siblings(sound, aside)])
@@ -186,12 +187,12 @@ def disagreement(
     one. Tensors that a part does not touch take no memory, so a model on the device "meta" can be checked.
     """
     units = {name: np.asarray(gone, dtype=np.int64) for name, gone in removed.items()}
-    check = Check(model, examples, spaces)
+    check = Check(model, with_padding(model, examples), spaces)
     if room is None:  # a model on the device "meta" is one of transformers, without functions of the user
         check_separate(check)
     for part in _parts(model, spaces, room):
         gone = {space.name: units[space.name] for space in part}
-        for position in range(len(examples)):
+        for position in range(len(check.examples)):
             failure = check.disagreement(part, gone, position)
             if failure is not None:
                 return failure.reason

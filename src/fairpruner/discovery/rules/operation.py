@@ -71,10 +71,9 @@ class Operation:
         """The shadow of a vector parameter or statistic, lying along one dimension of an activation."""
         if vector is None:
             return EMPTY
-        known = self.shadow(vector)
-        shadow = known if known.maps else self.recorder.named_shadow(vector)
         shape = [-1 if d == dim else 1 for d in range(ndim)]
-        return Shadow(tuple(idmap.reshape(shape) for idmap in shadow.maps), weight=True)
+        maps = self.shadow(vector, buffers=True).maps
+        return Shadow(tuple(idmap.reshape(shape) for idmap in maps), weight=True)
 
     def lock(self, reason: str) -> None:
         """Forbid the removal of everything that enters this operation."""
