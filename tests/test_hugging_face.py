@@ -153,7 +153,7 @@ def test_blocks_of_different_sizes_come_back_bit_for_bit_without_build(family: s
         ("gpt2", ("hidden",)),
         *(
             (family, ("head", "hidden"))
-            for family in ("llama", "qwen2", "qwen3", "gemma", "t5", "vit", "deit")
+            for family in ("llama", "qwen2", "qwen3", "gemma", "gemma3", "t5", "vit", "deit")
         ),
     ],
 )

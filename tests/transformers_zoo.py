@@ -66,6 +66,18 @@ HUGGING_FACE: dict[str, tuple[str, str, dict[str, Any], Callable[[], dict[str, t
     "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", DECODER, tokens),
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**DECODER, "head_dim": 8}, tokens),
     "gemma": ("GemmaForCausalLM", "GemmaConfig", {**DECODER, "head_dim": 8}, tokens),
+    "gemma3": (  # all query heads share one key; the first layer has a sliding window
+        "Gemma3ForCausalLM",
+        "Gemma3TextConfig",
+        {
+            **DECODER,
+            "num_key_value_heads": 1,
+            "head_dim": 8,
+            "sliding_window": 4,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        tokens,
+    ),
     "t5": (
         "T5ForConditionalGeneration",
         "T5Config",

@@ -38,8 +38,8 @@ class SizeCandidate:
     guessed: bool
 
 
-# Where a module stands among others: such a number counts no heads, though it may equal their number.
-POSITIONS = ("layer_idx", "layer_index", "layer_id", "layer_number")
+# Numbers that count no heads, though they may equal their number: where a layer stands, how far it looks.
+NO_HEADS = re.compile("layer_(idx|index|id|number)$|window|position|length|kernel|stride")
 
 
 def head_counts(space: UnitSpace, model: nn.Module) -> tuple[Count, ...]:
@@ -158,13 +158,16 @@ def _counts_here(space: UnitSpace, path: str, attribute: str) -> bool:
 def _whole_numbers(module: nn.Module) -> Iterator[tuple[str, int]]:
     """The whole numbers that a module holds, alone or in short tuples, and those of its configuration."""
     for name, value in vars(module).items():
-        if type(value) is int and name not in POSITIONS:
+        if NO_HEADS.search(name):
+            continue
+        if type(value) is int:
             yield name, value
         elif type(value) in (tuple, list) and len(value) <= LONGEST_TUPLE and not KEPT_HEADS.fullmatch(name):
             yield from ((f"{name}[{n}]", entry) for n, entry in enumerate(value) if type(entry) is int)
     config = vars(module).get("config")
     if config is not None and not isinstance(config, (dict, nn.Module)) and hasattr(config, "__dict__"):
-        yield from ((f"config.{name}", value) for name, value in vars(config).items() if type(value) is int)
+        numbers = ((name, value) for name, value in vars(config).items() if type(value) is int)
+        yield from ((f"config.{name}", value) for name, value in numbers if not NO_HEADS.search(name))
 
 
 def _nearby(space: UnitSpace) -> Iterator[str]:

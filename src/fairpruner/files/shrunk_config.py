@@ -82,6 +82,8 @@ def _shrink_heads(part: Any, kept: KeptBySize) -> None:
     if not all(type(count) is int or count is None for count in heads.values()):
         return  # a list has one number for each stage (Swin, SegFormer), but blocks of a stage may differ
     width = _head_width(part)
+    if heads.get("num_key_value_heads") == 1:
+        del heads["num_key_value_heads"]  # all query heads share it, and each of them is a unit
     for name, count in heads.items():
         units = heads.get("num_key_value_heads") or count  # a unit is a key-value head with its query heads
         if count is not None and units in kept and kept[units] < units:
