@@ -224,7 +224,11 @@ def _tasks() -> list[str]:
     """The accuracy on tasks, if it was measured."""
     found = [row for row in runs.stored(NAME) if "items" in row]
     lines = [[r["way"], *(f"{100 * r[task]:.0f}" for task in ("wic", "mmlu_pro"))] for r in found]
-    told = f"Accuracy in % on {ITEMS} items of each task, 20 % removed, one draw:"
+    told = (
+        f"Accuracy in % on {ITEMS} items of each task, 20 % removed, one draw. Guessing has 50 % and 10 %,"
+        " and an output that is no answer counts as wrong: for a model of this size, the numbers mostly show"
+        " whether it still answers in the form that is asked for."
+    )
     return [told, pages.table(["", "WiC", "MMLU-Pro"], lines)] if found else []
 
 
