@@ -60,7 +60,7 @@ def test_heads_that_share_keys_are_cut_right_with_and_without_padding(
     for mask in (None, whole, left, right):
         text = {"input_ids": torch.randint(3, 90, (2, 9)), "attention_mask": mask}
         for cut in (small, loaded):
-            assert difference(cut, masked, text) < 1e-6  # Gemma has norms in float32
+            assert difference(cut, masked, text) < (1e-6 if family == "gemma" else 1e-9)  # float32 norms
 
 
 @pytest.mark.slow
