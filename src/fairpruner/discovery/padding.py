@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fairpruner.discovery.failing import raise_if_out_of_memory
 from fairpruner.models.calling import call, evaluating
 
 TOKENS, MASK = "input_ids", "attention_mask"
@@ -40,6 +41,7 @@ def _padded(model: nn.Module, example: Any) -> Any:
     try:
         with evaluating(model), torch.no_grad():
             call(model, padded)
-    except Exception:  # the model may take no such mask
+    except Exception as error:  # the model may take no such mask
+        raise_if_out_of_memory(error, model)
         return None
     return padded
