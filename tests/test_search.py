@@ -26,12 +26,12 @@ from torch.utils.data import (
 import fairpruner as fp
 from fairpruner.demo import Digits, train
 from fairpruner.inputs.batches import read_batches
-from fairpruner.pipeline.search import Search, choosing, make_candidates, useful_removals
+from fairpruner.pipeline.search import Search, make_candidates, useful_removals
 from fairpruner.pipeline.search.candidates import is_stream
 from fairpruner.pipeline.search.judging import Judge
 from fairpruner.pipeline.search.samples import split
-from fairpruner.repair import Repaired, targets
-from fairpruner.repair.job import would_raise_loss
+from fairpruner.repair import METHODS, Note, targets
+from fairpruner.repair.job import Job
 from fairpruner.repair.targets import Targets
 from fairpruner.repair.tuning import tune
 
@@ -316,14 +316,24 @@ def test_what_is_said_is_not_searched(digits: Any) -> None:
     )
 
 
-def test_a_method_that_the_loss_refuses_is_not_listed(digits: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, data, _ = digits
-    refused = Repaired(model, (would_raise_loss("mean", 1.0, 2.0),))
-    monkeypatch.setattr(choosing, "repair_with_notes", lambda small, *args, **options: refused)
-    _, plan = fp.prune(
-        model, data, keep=fp.Budget("flops", 0.5), repair="mean", options={"score": {"removal": "l1"}}
+def test_a_method_that_moves_the_model_away_is_dropped(digits: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, data, unseen = digits
+
+    def wreck(job: Job) -> list[Note]:
+        nn.init.normal_(job.small.head.weight)
+        return []
+
+    monkeypatch.setitem(METHODS, "mean", wreck)
+    small, plan = fp.prune(
+        model,
+        data,
+        keep=fp.Budget("flops", 0.5),
+        repair=["mean", "least_squares"],
+        options={"score": {"removal": "l1"}},
     )
-    assert {trial.repair for trial in plan.tried} == {"none"}
+    assert {trial.repair for trial in plan.tried} == {"least_squares"}
+    judge = Judge(model, unseen, task="classification")
+    assert judge.distance(small) < judge.distance(fp.cut(model, plan))
 
 
 def test_little_effort_tries_the_most_promising_alone(digits: Any) -> None:

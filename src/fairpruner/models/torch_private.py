@@ -40,6 +40,7 @@ __all__ = [
     "hooked_modules",
     "is_compiled",
     "is_in_place",
+    "multiplied",
     "multiplies_bfloat16",
     "operation_name",
     "plain_function",
@@ -68,6 +69,36 @@ def multiplies_bfloat16(device: torch.device) -> bool:
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     cpu = torch.cpu
     return device.type == "cpu" and cpu._is_avx512_bf16_supported() and not cpu._is_amx_tile_supported()
+
+
+def multiplied(left: Tensor, right: Tensor) -> Tensor:
+    """The product of matrices, [m, k] and [k, n] or [G, m, k] and [G, k, n].
+
+    On x86, large ones in float32 are multiplied by oneDNN, which computes convolutions too: `@` calls MKL,
+    which takes twice as long on processors of AMD.
+    """
+    if left.ndim == 3 and len(left) == 1:
+        return multiplied(left[0], right[0])[None]
+    if left.ndim == 3 or left.numel() * right.shape[-1] < FEW_PRODUCTS or not _by_onednn(left, right):
+        return left @ right
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(
+        _dense(left), _dense(right).t(), None, "none", [], ""
+    )
+    return product
+
+
+FEW_PRODUCTS = 2**20  # below it, `@` starts sooner
+
+
+def _by_onednn(*operands: Tensor) -> bool:
+    there = torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()
+    plain = all(operand.device.type == "cpu" and operand.dtype == torch.float32 for operand in operands)
+    return there and plain and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def _dense(matrix: Tensor) -> Tensor:
+    """The matrix without gaps in memory: with gaps, oneDNN can be a thousand times slower."""
+    return matrix.contiguous() if matrix.stride(1) == 1 else matrix.t().contiguous().t()
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *_: Any, out_val: Any = None, **__: Any) -> int:

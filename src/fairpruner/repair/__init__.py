@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,7 +29,16 @@ from fairpruner.repair.streamed import cut_files
 from fairpruner.repair.tensors import tensors_by_name
 from fairpruner.terminal.progress import progress
 
-__all__ = ["METHODS", "Note", "Repaired", "Statistics", "cut_files", "repair", "repair_with_notes"]
+__all__ = [
+    "METHODS",
+    "Note",
+    "Repaired",
+    "Statistics",
+    "cut_files",
+    "repair",
+    "repair_with_notes",
+    "repaired_by",
+]
 
 
 @naming_dead_workers()
@@ -85,17 +95,32 @@ def repair_with_notes(
         if name not in METHODS:
             raise unknown("repair method", name, METHODS)
     check_rereadable(data, "repair reads it several times")
+    return repaired_by(
+        methods, small, model, plan, data, error=partial(loss_of, model=model, data=data, loss=loss)
+    )
+
+
+def repaired_by(
+    methods: Sequence[str],
+    small: nn.Module,
+    model: nn.Module,
+    plan: Plan,
+    data: Iterable[Any],
+    *,
+    error: Callable[[nn.Module], float] | None,
+) -> Repaired:
+    """Apply methods, each only if it does not raise `error`, a function of the smaller model; None: all."""
     _check_cut(small, model, plan)
     device = device_of_model(model)
     notes: list[Note] = []
     with torch.inference_mode(False), torch.no_grad(), evaluating(model), evaluating(small):
         first_batch(data, model)
         best = deep_copy(small)
-        least = _loss(best, model, data, loss=loss)
+        least = error(best) if error else math.inf
         for name in methods:
             trial = deep_copy(best)
             found = METHODS[name](Job(trial, model, plan, partial(_read, name, data, device, model)))
-            after = _loss(trial, model, data, loss=loss)
+            after = error(trial) if error else least
             if after <= least:
                 best, least = trial, after
                 notes += found
@@ -114,7 +139,7 @@ def _read(method: str, data: Iterable[Any], device: torch.device, model: nn.Modu
             advance(batch.size)
 
 
-def _loss(small: nn.Module, model: nn.Module, data: Iterable[Any], *, loss: Loss | str | None) -> float:
+def loss_of(small: nn.Module, *, model: nn.Module, data: Iterable[Any], loss: Loss | str | None) -> float:
     """The mean loss of the compared batches, or their distance to the original if they have no labels."""
     total, samples = 0.0, 0
     for batch in compared(read_batches(data, device_of_model(model), model)):

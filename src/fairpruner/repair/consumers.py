@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from fairpruner.core.arrays import Ints
 from fairpruner.core.units import Slice, UnitSpace
 from fairpruner.inputs.batches import Batch
+from fairpruner.models.gram import gram_matrix
 from fairpruner.models.precision import in_float32, without_autocast
 from fairpruner.models.reads import positions_of
 from fairpruner.repair.products import Product
@@ -136,7 +137,7 @@ class Moments:
             groups, _, size = channels.shape
             zero = torch.zeros((), dtype=torch.float64)
             return _Sums(0, zero.expand(groups, size, size), zero.expand(groups, size))
-        return _Sums(channels.shape[1], float64(channels.mT @ channels), float64(channels.sum(1)))
+        return _Sums(channels.shape[1], float64(gram_matrix(channels)), float64(channels.sum(1)))
 
     def equations(self, matrix: Tensor, keep: Tensor) -> Halves:
         """Fit what the lost channels gave through the weights [G, c, taps, q] by the kept channels."""

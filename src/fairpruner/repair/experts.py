@@ -31,6 +31,7 @@ from fairpruner.models.calling import tensors_of
 from fairpruner.models.experts import ExpertBlock, expert_blocks
 from fairpruner.models.precision import forget_casts, in_float32, without_autocast
 from fairpruner.models.routing import RouterOutput, watching_experts
+from fairpruner.models.torch_private import multiplied
 from fairpruner.repair.block_calls import BlockCall, BlockCalls, caller_of
 from fairpruner.repair.job import Job
 from fairpruner.repair.notes import NO_EXPERTS, Note
@@ -145,13 +146,13 @@ class _Features:
         gram = features.new_zeros(features.shape[1], features.shape[1])
         for number in range(self.experts):  # each expert has features for the few tokens that it serves
             own = expert == number
-            gram[number * width : (number + 1) * width] = values[own].T @ features[row[own]]
+            gram[number * width : (number + 1) * width] = multiplied(values[own].T, features[row[own]])
         beside = self.experts * width
-        gram[beside:] = features[:, beside:].T @ features
+        gram[beside:] = multiplied(features[:, beside:].T, features)
         return NormalEquations(
             len(rows),
             gram=float64(gram[None]),
-            cross=float64((features.T @ missing)[None]),
+            cross=float64(multiplied(features.T, missing)[None]),
             square=float64(missing.square().sum(0)[None]),
             features=float64(features.sum(0)[None]),
             targets=float64(missing.sum(0)[None]),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fairpruner.models.precision import forget_casts, without_autocast
+from fairpruner.models.torch_private import multiplied
 from fairpruner.repair.products import Product, Rows
 from fairpruner.repair.regression import Fit, Halves, JudgedFit, float64, judged_fit
 from fairpruner.repair.weight_uses import WeightUse
@@ -96,7 +97,9 @@ class Refit:
 def _applied(fit: Fit, features: Tensor) -> Tensor:
     """A fit applied to features [G, rows, p]: [rows, outputs]."""
     with without_autocast(features.device):
-        given = features @ fit.slope.to(features) + fit.offset[:, None].to(features)  # [G, rows, q]
+        given = multiplied(features, fit.slope.to(features)) + fit.offset[:, None].to(
+            features
+        )  # [G, rows, q]
     return given.transpose(0, 1).flatten(1)
 
 

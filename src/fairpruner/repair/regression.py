@@ -20,18 +20,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from fairpruner.models.gram import gram_matrix
 from fairpruner.models.precision import in_float32, without_autocast
+from fairpruner.models.torch_private import multiplied
 
 # The first is for solutions that are exact, the last for very few samples.
 DAMPINGS = (1e-13, 1e-9, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 PAST = 1.02  # times the least error so far: beyond it, larger dampings are not tried
 MOST_TARGETS = 128  # on which a damping is chosen
-WIDE, BLOCKS = 256, 4  # features from which a gram matrix is computed in so many strips
 ROUNDING = 1e-12  # share of the features' squares that is taken for rounding where no feature varies
 
 
@@ -81,7 +81,7 @@ class NormalEquations:
             features, targets, rows = features * root, targets * root, float(weights.sum())
             counted_features, counted_targets = features * root, targets * root
         with without_autocast(features.device):
-            gram, cross = _gram(features), features.mT @ targets
+            gram, cross = gram_matrix(features), multiplied(features.mT, targets)
         return NormalEquations(
             rows,
             gram=float64(gram),
@@ -164,23 +164,6 @@ class NormalEquations:
     def mean(self) -> Fit:
         """The fit that is only an offset."""
         return Fit(torch.zeros_like(self.cross), self.targets / self.rows)
-
-
-def _gram(features: Tensor) -> Tensor:
-    """XᵀX of features [G, rows, p]: [G, p, p].
-
-    For wide features, only blocks on and above the diagonal are computed: 5/8 of the products.
-    """
-    size = features.shape[2]
-    if size < WIDE:
-        return features.mT @ features
-    gram = features.new_empty(features.shape[0], size, size)
-    edges = [size * n // BLOCKS for n in range(BLOCKS + 1)]
-    for start, stop in pairwise(edges):
-        found = features[:, :, start:stop].mT @ features[:, :, start:]  # [G, stop - start, p - start]
-        gram[:, start:stop, start:] = found
-        gram[:, stop:, start:stop] = found[:, :, stop - start :].mT
-    return gram
 
 
 def _mean_of_diagonal(gram: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from fairpruner.core.budget import Budget
 from fairpruner.core.plan import Plan
 from fairpruner.core.trials import Trial
 from fairpruner.inputs.batches import Batch, read_batches
-from fairpruner.inputs.losses import Loss, Task
+from fairpruner.inputs.losses import Task
 from fairpruner.models.calling import evaluating
 from fairpruner.models.copying import deep_copy
 from fairpruner.models.devices import device_of_model
@@ -29,7 +29,7 @@ from fairpruner.pipeline.search.candidates import Candidate
 from fairpruner.pipeline.search.judging import Judge
 from fairpruner.pipeline.search.samples import SHARES, SampleSet, split
 from fairpruner.pipeline.search.screening import EACH, FITTING, GATHERING, Screen, can_screen
-from fairpruner.repair import repair, repair_with_notes
+from fairpruner.repair import repaired_by
 from fairpruner.repair.targets import Targets
 from fairpruner.repair.tuning import EPOCHS, narrow_types, tune
 from fairpruner.surgery import cut
@@ -57,7 +57,6 @@ class Search:
     keep: Budget
     effort: int = EFFORT
     repair: Sequence[str] | None = None
-    loss: Loss | str | None = None
     task: Task | None = None  # determines whether the outputs are logits
 
     def methods(self, plan: Plan) -> tuple[str, ...]:
@@ -80,10 +79,14 @@ class Search:
         return self.repair is None and self.task != "language"
 
     def passes(self, plan: Plan, shares: int = SHARES) -> float:
-        """The cost, in forward passes, of repairing a cut on these shares of the samples and judging it."""
-        whole = cost_of(self.methods(plan), plan)
+        """The cost, in forward passes, of repairing a cut on these shares of the samples and judging it.
+
+        The cut is judged before and after each method, and at the end.
+        """
+        methods = self.methods(plan)
+        whole = cost_of(methods, plan)
         fixed = min(SOLVING, whole)
-        return FITTING * (fixed + (whole - fixed) * shares / SHARES) + JUDGING
+        return FITTING * (fixed + (whole - fixed) * shares / SHARES) + JUDGING * (2 + len(methods))
 
     def epoch(self, plan: Plan, held: float) -> float:
         """The cost of an epoch of gradient steps, in forward passes.
@@ -120,11 +123,9 @@ def choose(
         bench.tune_best()
     best, small = bench.best, bench.best.small
     plan = replace(best.candidate.plan, tried=bench.table())
-    if search.repair:
-        return bench.repaired_again(data, search.repair), plan
-    if best.methods and TUNE not in best.methods and bench.left >= cost_of(best.methods, plan):
-        again = bench.repaired_again(data, best.methods)
-        # A repair that raises the loss of the labels is dropped, and then it is farther from the original.
+    affordable = TUNE not in best.methods and bench.left >= cost_of(best.methods, plan)
+    if best.methods and (affordable or search.repair):
+        again = bench.repaired_again(data)
         small = again if bench.judge.distance(again) <= best.distance else small
     return small, plan
 
@@ -163,34 +164,32 @@ class _Bench:
     def screened(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """The candidates of step 3, the best first; steps 1 and 2 may each use a third of the passes left."""
         if self.search.repair is None and can_screen(candidates):
-            candidates = self._from_sums(candidates, self.left / 3)[:SEMIFINALISTS]
-            if all("least_squares" in self.search.methods(candidate.plan) for candidate in candidates):
-                return list(candidates[:1])  # the sums already gave this repair, from all samples
-            shares = [FEW]
+            ranked = self._from_sums(candidates, self.left / 3)[:SEMIFINALISTS]
+            candidates, shares = [candidate for candidate, _ in ranked], [FEW]
+            repaired = all("least_squares" in self.search.methods(found.plan) for found in candidates)
         else:
-            shares = [SHARES // 2, SHARES // 4, SHARES // 8]
-        ranked = self._on_few_samples(candidates, shares, self.left / 3)
+            ranked, shares, repaired = [], [SHARES // 2, SHARES // 4, SHARES // 8], False
+        if not repaired:  # else the sums gave this repair, from all samples
+            ranked = self._on_few_samples(candidates, shares, self.left / 3)
         cost = self.search.passes(ranked[0][0].plan)
         near = [candidate for candidate, distance in ranked if distance <= NEAR * ranked[0][1]]
         return near[: max(1, min(FINALISTS, int(self.left / 3 / cost)))]
 
-    def _from_sums(self, candidates: Sequence[Candidate], passes: float) -> Sequence[Candidate]:
-        """Step 1: as many candidates as these passes allow, sorted by their distance after this repair."""
+    def _from_sums(self, candidates: Sequence[Candidate], passes: float) -> list[tuple[Candidate, float]]:
+        """Step 1: as many candidates as these passes allow, sorted by their distances after this repair."""
         tried = candidates[: max(1, int((passes - GATHERING) / EACH))]
         if len(tried) == 1:
-            return tried
+            return [(tried[0], 0.0)]
         self._announce("sums of the original")
         screen = Screen(self.model, tried[0].plan.spaces, self.fitting)
         self.spent += GATHERING
-        distances = {}
+        found = []
         for candidate in tried:
             self._announce(f"{candidate.name}, repaired from sums")
-            small = screen.repaired(candidate.plan)
+            repaired = _RepairedCut(candidate, screen.repaired(candidate.plan), screen.methods)
             self.spent += EACH
-            distances[candidate.name] = self._judge(
-                _RepairedCut(candidate, small, screen.methods), self.fitting
-            )
-        return sorted(tried, key=lambda candidate: distances[candidate.name])  # stable: promising ones first
+            found.append((candidate, self._judge(repaired, self.fitting)))
+        return sorted(found, key=lambda pair: pair[1])  # stable: promising ones first
 
     def _on_few_samples(
         self, candidates: Sequence[Candidate], shares: Sequence[int], passes: float
@@ -217,18 +216,16 @@ class _Bench:
         methods, plan = self.search.methods(candidate.plan), candidate.plan
         small, part = cut(self.model, plan), self.fitting if shares == SHARES else self.fitting.share(shares)
         if methods:
-            small, notes = repair_with_notes(
-                small, self.model, plan, part, method=methods, loss=self.search.loss
-            )
+            small, notes = repaired_by(methods, small, self.model, plan, part, error=self.judge.distance)
             dropped = {note.subject for note in notes}  # others are about weights
             methods = tuple(method for method in methods if method not in dropped)
         self.spent += self.search.passes(plan, shares)
         return self._judge(_RepairedCut(candidate, small, methods), part)
 
-    def repaired_again(self, data: Iterable[Any], methods: Sequence[str]) -> nn.Module:
-        """The best cut, repaired on all samples."""
-        plan = self.best.candidate.plan
-        return repair(cut(self.model, plan), self.model, plan, data, method=methods, loss=self.search.loss)
+    def repaired_again(self, data: Iterable[Any]) -> nn.Module:
+        """The best cut, repaired by the same methods on all samples."""
+        one, plan = self.best, self.best.candidate.plan
+        return repaired_by(one.methods, cut(self.model, plan), self.model, plan, data, error=None).model
 
     def tune_best(self) -> None:
         """Take gradient steps from the best cut, for as many epochs as the effort allows."""

@@ -37,6 +37,7 @@ from fairpruner.core.arrays import Floats
 from fairpruner.core.costs import predict
 from fairpruner.core.spaces import Spaces
 from fairpruner.core.units import UnitSpace
+from fairpruner.models.gram import gram_matrix
 from fairpruner.models.precision import in_float32
 from fairpruner.models.reads import positions_of
 from fairpruner.scoring.processes import Processes
@@ -154,7 +155,7 @@ class CovarianceSums:
         for part in range(parts):
             own = rows[(part - self._samples) % parts :: parts].transpose(0, 1).flatten(1)  # [J D, rows]
             # Computed where the activations are; summed in float64 on the CPU, since not all devices have it.
-            self._products[part] += (own @ own.T).cpu()
+            self._products[part] += gram_matrix(own.T).cpu()
             self._sums[part] += own.sum(1).cpu()
             self._rows[part] += own.shape[1]
         self._samples += len(activation)
@@ -204,7 +205,7 @@ def reading_gram(space: UnitSpace, model: nn.Module, width: int) -> Tensor:
             continue  # reads the units in another form than the one observed
         for own in table.reshape(space.size, width, -1).transpose(2, 0, 1).reshape(-1, space.size * width):
             values = rows[own] * torch.from_numpy(own >= 0).to(rows)[:, None]  # [J D, R]
-            gram += values @ values.T
+            gram += gram_matrix(values.T)
     return gram
 
 
