@@ -12,11 +12,12 @@ from fairpruner.pipeline.search.samples import SHARES
 
 def page() -> str:
     """The steps and their passes as Markdown."""
-    fitting, judging = screening.FITTING, choosing.JUDGING
+    fitting = screening.FITTING
+    judged = 3 * choosing.JUDGING  # before and after one method, and at the end
     solving, sequential = choosing.SOLVING, choosing.PASSES["sequential"]
 
     def repaired(shares: int) -> float:
-        return fitting * (solving + (sequential - solving) * shares / SHARES) + judging
+        return fitting * (solving + (sequential - solving) * shares / SHARES) + judged
 
     part = Fraction(choosing.FEW, SHARES)
     steps = [
@@ -25,7 +26,7 @@ def page() -> str:
         ["each candidate repaired from the sums", f"{screening.EACH:.1f}"],
         ["a `sequential` repair on all samples", f"{repaired(SHARES):.1f}"],
         [f"a `sequential` repair on {part} of the samples", f"{repaired(choosing.FEW):.1f}"],
-        ["a repair by `experts`", f"{2 * fitting + judging:.1f}, and {fitting:.1f} for each block"],
+        ["a repair by `experts`", f"{2 * fitting + judged:.1f}, and {fitting:.1f} for each block"],
         ["the targets of the gradient steps", f"{choosing.TARGETS:.1f}"],
         [
             "an epoch of gradient steps",
