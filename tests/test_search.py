@@ -248,7 +248,7 @@ def test_candidates_that_miss_the_budget_are_not_compared() -> None:
 
 
 @pytest.mark.parametrize("effort", [10, 15, 22])
-def test_a_repair_that_the_labels_refuse_does_not_replace_a_better_one(effort: int) -> None:
+def test_random_labels_do_not_move_the_choice_away_from_the_original(effort: int) -> None:
     """With random labels, the loss is no measure of the distance to the original."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(8, 24), nn.ReLU(), nn.Linear(24, 24), nn.ReLU(), nn.Linear(24, 3))
