@@ -14,7 +14,9 @@ from fairpruner.core.cost_model import CostModel, Factor, Term
 from fairpruner.core.costs import predict
 from fairpruner.core.plan import Plan
 from fairpruner.core.scores import Scores
+from fairpruner.core.spaces import Spaces
 from fairpruner.core.tod import conflict_curve, removal_order
+from fairpruner.core.units import UnitSpace
 from fairpruner.errors import FairprunerError, FairprunerWarning
 
 RULES = ("tod", "uniform", "global")
@@ -369,3 +371,53 @@ def test_a_plan_far_from_its_budget_says_how_to_come_nearer() -> None:
     pairs = hand_scores([[0, 1, 2, 3]], [[0, 1, 2, 3]])
     with pytest.warns(FairprunerWarning, match=r"keep=3: .* keeps \d. To come nearer, lower multiple_of or"):
         allocate(pairs, keep=Budget("units", 3), exact=True, multiple_of=2)
+
+
+def two_costs() -> Scores:
+    """Two spaces of equal scores: a unit of `wide` has many FLOPs and few parameters, one of `deep` the
+    opposite.
+    """
+    spaces = Spaces(
+        tuple(UnitSpace(name, "channel", 8, slices=()) for name in ("wide", "deep")),
+        {},
+        CostModel(
+            factors=(
+                Factor(8, {"wide": np.ones(8, dtype=np.int64)}),
+                Factor(8, {"deep": np.ones(8, dtype=np.int64)}),
+            ),
+            params=(Term(10, (0,)), Term(1000, (1,))),
+            flops=(Term(9000, (0,)), Term(1000, (1,))),
+        ),
+        "",
+    )
+    values = {"wide": np.arange(1.0, 9.0), "deep": np.arange(1.0, 9.0)}
+    names = ("l1", "reconstruction", "channel=surgeon")
+    return Scores(spaces, dict.fromkeys(names, values), {"taylor": values}, samples=1)
+
+
+@pytest.mark.parametrize("signal", ["reconstruction", "channel=surgeon"])
+def test_scores_per_flop_become_scores_per_what_the_budget_counts(signal: str) -> None:
+    scores = two_costs().using(signal)
+    by_hand = {"params": {"wide": 9000 / 10, "deep": 1.0}, "units": {"wide": 9000.0, "deep": 1000.0}}
+    for metric, factors in by_hand.items():
+        removal = {name: scores.removal[name] * factor for name, factor in factors.items()}
+        expected = replace(scores, removals={"l1": removal})
+        for share in (0.9, 0.6, 0.3):
+            keep = Budget(metric, share)
+            assert (
+                allocate(scores, keep=keep, rule="global").removed
+                == allocate(expected, keep=keep, rule="global").removed
+            )
+            (swept,) = sweep(scores, metric, [share], rule="global")
+            assert swept.removed == allocate(scores, keep=keep, rule="global").removed
+    # Parameters are saved in `deep`, FLOPs in both.
+    assert allocate(scores, keep=Budget("params", 0.5), rule="global").depths == {"wide": 0, "deep": 4}
+    assert allocate(scores, keep=Budget("flops", 0.5), rule="global").depths == {"wide": 4, "deep": 4}
+
+
+def test_other_scores_do_not_depend_on_the_budget() -> None:
+    scores = two_costs()
+    for name in ("wide", "deep"):
+        assert (scores.per("params").removals["l1"][name] == scores.removals["l1"][name]).all()
+    assert scores.per("flops") is scores
+    assert scores.per("latency_ms") is scores

@@ -67,7 +67,12 @@ def allocate(
         check_budget(keep)
         kinds = KINDS_OF_METRIC.get(keep.metric, KINDS)
         allocator = Allocator(
-            scores, rule, multiple_of=multiple_of, min_keep=min_keep, latency=latency, kinds=kinds
+            scores.per(keep.counted_in),
+            rule,
+            multiple_of=multiple_of,
+            min_keep=min_keep,
+            latency=latency,
+            kinds=kinds,
         )
         plan = allocator.for_budget(keep, exact)
         advice = [] if exact else ["give exact=True"]
@@ -131,7 +136,7 @@ def sweep(
         raise FairprunerError(f"amounts is {amounts!r}, expected several: for example [0.75, 0.5, 0.25].")
     kinds = KINDS_OF_METRIC.get(metric, KINDS)
     allocator = Allocator(
-        scores, rule, multiple_of=multiple_of, min_keep=min_keep, latency=latency, kinds=kinds
+        scores.per(metric), rule, multiple_of=multiple_of, min_keep=min_keep, latency=latency, kinds=kinds
     )
     return [allocator.for_budget(Budget(metric, amount), exact) for amount in amounts]
 

@@ -11,16 +11,19 @@ import numpy as np
 import torch
 
 from fairpruner.core.arrays import Floats
+from fairpruner.core.budget import Metric
+from fairpruner.core.costs import CostTable, metrics_of, predict
 from fairpruner.core.fields import field as required
 from fairpruner.core.fields import listed, mapped, text, whole
 from fairpruner.core.reading import understanding
 from fairpruner.core.sealed import read_tensors, write_tensors
 from fairpruner.core.spaces import Spaces
-from fairpruner.core.units import UnitSpace
+from fairpruner.core.units import KINDS, Kind, UnitSpace
 from fairpruner.core.writing import written_whole
 from fairpruner.errors import FairprunerError, unknown
 
 SIGNALS = ("removals", "protections", "halves")  # the arrays of a Scores
+PER_FLOP = ("reconstruction", "surgeon", "saliency")  # signals that are divided by the FLOPs a unit saves
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,6 +101,28 @@ class Scores:
             halves=narrowed(self.halves),
         )
 
+    def per(self, metric: Metric) -> Scores:
+        """The same scores, but those per FLOP that a unit saves are per amount that it saves of this metric.
+
+        The rule `global` then removes what costs least for the budget. Milliseconds are taken for FLOPs.
+        """
+        if metric not in metrics_of(self.spaces) or metric == "flops":
+            return self
+        factors = _flops_per(metric, self.spaces) if any(map(_kinds_per_flop, self.removals)) else {}
+
+        def converted(signals: Mapping[str, Mapping[str, Floats]]) -> dict[str, dict[str, Floats]]:
+            return {
+                signal: {
+                    name: values * factors[name]
+                    if self.spaces[name].kind in _kinds_per_flop(signal)
+                    else values
+                    for name, values in by_space.items()
+                }
+                for signal, by_space in signals.items()
+            }
+
+        return replace(self, removals=converted(self.removals), halves=converted(self.halves))
+
     def save(self, path: str | Path) -> None:
         """Write the scores to one .safetensors file: arrays as tensors, the rest as JSON in its metadata."""
         tensors = {
@@ -154,6 +179,39 @@ def check_scores(values: Floats, space: UnitSpace, signal: str) -> None:
             f"Signal {signal!r} gave {bad} of {space.size} values that are not finite for space"
             f" {space.name!r}: look for NaN or infinity in the model's activations, weights or loss."
         )
+
+
+def _kinds_per_flop(signal: str) -> frozenset[Kind]:
+    """The kinds whose scores this signal divides by FLOPs; it may be named kind=signal+kind=signal.
+
+    >>> sorted(_kinds_per_flop("hidden=surgeon+expert=reap"))
+    ['hidden']
+    """
+    by_kind = dict.fromkeys(KINDS, signal)
+    if "=" in signal:
+        by_kind = {k: v for k, _, v in (part.partition("=") for part in signal.split("+")) if k in KINDS}
+    return frozenset(kind for kind, name in by_kind.items() if name in PER_FLOP)
+
+
+def _flops_per(metric: Metric, spaces: Spaces) -> dict[str, Floats]:
+    """The FLOPs that each unit saves, divided by what it saves of a metric, at least 1: space -> [1] or [J].
+
+    Only the units of residual blocks differ within a space.
+    """
+    table = CostTable(spaces, [np.arange(space.size) for space in spaces])
+    whole = predict(spaces, {})
+    found = {}
+    for position, space in enumerate(spaces):
+        if space.kind == "block":
+            left = [predict(spaces, {space.name: (unit,)}) for unit in range(space.size)]
+        else:
+            one = np.eye(len(spaces), dtype=np.int64)[position]  # depth 1 in this space
+            left = [{of: table.totals(of, one) for of in ("flops", metric)}]
+        flops, amounts = (
+            np.array([max(whole[of] - kept[of], 1) for kept in left]) for of in ("flops", metric)
+        )
+        found[space.name] = flops / amounts
+    return found
 
 
 def _with_first(
