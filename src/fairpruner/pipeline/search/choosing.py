@@ -162,15 +162,16 @@ class _Bench:
         return best
 
     def screened(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """The candidates of step 3, the best first; steps 1 and 2 may each use a third of the passes left."""
+        """The candidates of step 3, the best first; steps 1 and 2 may each use a third of the passes left.
+
+        Where the sums gave `least_squares`, from all samples, step 2 would only repeat it on fewer.
+        """
         if self.search.repair is None and can_screen(candidates):
             ranked = self._from_sums(candidates, self.left / 3)[:SEMIFINALISTS]
-            candidates, shares = [candidate for candidate, _ in ranked], [FEW]
-            repaired = all("least_squares" in self.search.methods(found.plan) for found in candidates)
+            if not all("least_squares" in self.search.methods(candidate.plan) for candidate, _ in ranked):
+                ranked = self._on_few_samples([candidate for candidate, _ in ranked], [FEW], self.left / 3)
         else:
-            ranked, shares, repaired = [], [SHARES // 2, SHARES // 4, SHARES // 8], False
-        if not repaired:  # else the sums gave this repair, from all samples
-            ranked = self._on_few_samples(candidates, shares, self.left / 3)
+            ranked = self._on_few_samples(candidates, [SHARES // 2, SHARES // 4, SHARES // 8], self.left / 3)
         cost = self.search.passes(ranked[0][0].plan)
         near = [candidate for candidate, distance in ranked if distance <= NEAR * ranked[0][1]]
         return near[: max(1, min(FINALISTS, int(self.left / 3 / cost)))]
