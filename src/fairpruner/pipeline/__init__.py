@@ -155,7 +155,7 @@ def _searched(
     with without_miss_warnings():
         candidates = make_candidates(scores, search.keep, rules, **limits)
     task = objective.task if objective.loss is None else None  # a caller's loss may take outputs of any form
-    small, plan = choose(model, data, candidates, replace(search, task=task))
+    small, plan = choose(model, data, candidates, replace(search, loss=loss, task=task))
     warn_if_far(plan, search.keep, MORE_KINDS)
     return small, plan
 

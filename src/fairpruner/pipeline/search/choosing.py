@@ -21,7 +21,7 @@ from fairpruner.core.budget import Budget
 from fairpruner.core.plan import Plan
 from fairpruner.core.trials import Trial
 from fairpruner.inputs.batches import Batch, read_batches
-from fairpruner.inputs.losses import Task
+from fairpruner.inputs.losses import Loss, Task
 from fairpruner.models.calling import evaluating
 from fairpruner.models.copying import deep_copy
 from fairpruner.models.devices import device_of_model
@@ -29,7 +29,7 @@ from fairpruner.pipeline.search.candidates import Candidate
 from fairpruner.pipeline.search.judging import Judge
 from fairpruner.pipeline.search.samples import SHARES, SampleSet, split
 from fairpruner.pipeline.search.screening import EACH, FITTING, GATHERING, Screen, can_screen
-from fairpruner.repair import repaired_by
+from fairpruner.repair import repair, repaired_by
 from fairpruner.repair.targets import Targets
 from fairpruner.repair.tuning import EPOCHS, narrow_types, tune
 from fairpruner.surgery import cut
@@ -57,6 +57,7 @@ class Search:
     keep: Budget
     effort: int = EFFORT
     repair: Sequence[str] | None = None
+    loss: Loss | str | None = None  # which the methods in `repair` may not raise
     task: Task | None = None  # determines whether the outputs are logits
 
     def methods(self, plan: Plan) -> tuple[str, ...]:
@@ -123,8 +124,10 @@ def choose(
         bench.tune_best()
     best, small = bench.best, bench.best.small
     plan = replace(best.candidate.plan, tried=bench.table())
-    affordable = TUNE not in best.methods and bench.left >= cost_of(best.methods, plan)
-    if best.methods and (affordable or search.repair):
+    if search.repair:
+        small = cut(model, plan)
+        return repair(small, model, plan, data, method=search.repair, loss=search.loss), plan
+    if best.methods and TUNE not in best.methods and bench.left >= cost_of(best.methods, plan):
         again = bench.repaired_again(data)
         small = again if bench.judge.distance(again) <= best.distance else small
     return small, plan
