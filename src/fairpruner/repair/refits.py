@@ -11,7 +11,7 @@ from torch import Tensor
 from fairpruner.models.precision import forget_casts, without_autocast
 from fairpruner.models.torch_private import multiplied
 from fairpruner.repair.products import Product, Rows
-from fairpruner.repair.regression import MIDDLE, Fit, Halves, JudgedFit, float64, judged_fit
+from fairpruner.repair.regression import Fit, Halves, JudgedFit, float64, judged_fit
 from fairpruner.repair.weight_uses import WeightUse
 
 MOST_NUMBERS = 2**27  # in the sums of one half of the samples that are held at once, or one weight's
@@ -76,10 +76,10 @@ class Refit:
         else:
             self._halves += new
 
-    def solve(self) -> None:
-        """Put the best weight so far into the model."""
+    def solve(self, last: bool) -> None:
+        """Put the best weight so far into the model; only the first and the last time try all dampings."""
         assert self._halves is not None
-        near = MIDDLE if self.found is None else self.found.damping
+        near = None if last or self.found is None else self.found.damping
         self.found = judged_fit(self._halves, self._offset is not None, near=near)
         self._change = self.found.fit or self._nothing
         slope = self._before.slope + self._change.slope

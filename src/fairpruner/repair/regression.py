@@ -18,8 +18,7 @@ So rows are seen batch by batch and forgotten.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -31,8 +30,7 @@ from fairpruner.models.torch_private import multiplied
 
 # The first is for solutions that are exact, the last for very few samples.
 DAMPINGS = (1e-13, 1e-9, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
-MIDDLE = 5  # place of the damping that is tried first
-PAST = 1.02  # times the least error so far: beyond it, no dampings farther away are tried
+PAST = 1.02  # times the least error so far: beyond it, larger dampings are not tried
 MOST_TARGETS = 128  # on which a damping is chosen
 ROUNDING = 1e-12  # share of the features' squares that is taken for rounding where no feature varies
 
@@ -144,8 +142,8 @@ class NormalEquations:
         """The squared error of predicting zero."""
         return float(self.square.sum())
 
-    def solver(self, with_offset: bool) -> Callable[[float], Fit | None]:
-        """Gives the fit for a damping, or None if that is too small for a solution in float64."""
+    def solve(self, dampings: Iterable[float], with_offset: bool) -> Iterator[Fit | None]:
+        """The fit for each damping, or None if that is too small for a solution in float64."""
         gram, cross = self.gram, self.cross
         least_size = ROUNDING * _mean_of_diagonal(gram)
         if with_offset:
@@ -154,17 +152,14 @@ class NormalEquations:
             cross = cross - mean[:, :, None] * self.targets[:, None, :]
         size = _mean_of_diagonal(gram).maximum(least_size).clamp_min(torch.finfo(gram.dtype).tiny)
         diagonal, damped = gram.diagonal(dim1=1, dim2=2), gram.clone()
-
-        def solve(damping: float) -> Fit | None:
+        for damping in dampings:
             damped.diagonal(dim1=1, dim2=2).copy_(diagonal + (damping * size)[:, None])
             factor, failed = torch.linalg.cholesky_ex(damped)
             slope = torch.cholesky_solve(cross, factor)
             offset = torch.zeros_like(self.targets)
             if with_offset:
                 offset = (self.targets - (self.features[:, None] @ slope)[:, 0]) / self.rows
-            return None if failed.any() or not slope.isfinite().all() else Fit(slope, offset)
-
-        return solve
+            yield None if failed.any() or not slope.isfinite().all() else Fit(slope, offset)
 
     def mean(self) -> Fit:
         """The fit that is only an offset."""
@@ -218,43 +213,34 @@ class JudgedFit:
     before: float
     after: float
     reason: str
-    damping: int = MIDDLE  # place in DAMPINGS
+    damping: int = 0  # place in DAMPINGS
 
 
-def judged_fit(halves: Halves, with_offset: bool, *, near: int = MIDDLE) -> JudgedFit:
+def judged_fit(halves: Halves, with_offset: bool, *, near: int | None = None) -> JudgedFit:
     """Fit all rows with the damping under which a fit of one half does best on the other.
 
-    No fit is returned unless the best one beats predicting zero. The error falls and then rises with the
-    damping, so the search goes both ways from the place `near`. The smallest damping is always tried. Of many
-    targets, some stand for all until the damping is chosen.
+    No fit is returned unless the best one beats predicting zero. With `near`, only the dampings beside that
+    one, and the smallest, are tried. Of many targets, some stand for all until the damping is chosen.
     """
-    before = halves.judging.some_targets().error_of_nothing()
+    fitted, judging = halves.fitted.some_targets(), halves.judging.some_targets()
+    before = judging.error_of_nothing()
     if halves.obstacle:
         return JudgedFit(None, before, before, halves.obstacle)
-    errors = _errors_near(near, halves, with_offset)
-    best = min(errors, key=errors.__getitem__)
+    places = [p for p in range(len(DAMPINGS)) if near is None or p == 0 or abs(p - near) <= 1]
+    best, after = None, before
+    for place, trial in zip(places, fitted.solve((DAMPINGS[p] for p in places), with_offset), strict=True):
+        error = before if trial is None else max(judging.error(trial), 0.0)
+        if error < after:
+            best, after = place, error
+        elif best is not None and error > PAST * after:
+            break  # the error falls and then rises with the damping
     fit = None
-    if errors[best] < before:
-        fit = (halves.fitted + halves.judging).solver(with_offset)(DAMPINGS[best])
-    if fit is None:
+    if best is not None:
+        (fit,) = (halves.fitted + halves.judging).solve([DAMPINGS[best]], with_offset)
+    if best is None or fit is None:
         return JudgedFit(None, before, before, _USELESS)
     reason = "fitted" if with_offset else f"fitted without an offset: {_NO_OFFSET}"
-    return JudgedFit(fit, before, errors[best], reason, best)
-
-
-def _errors_near(near: int, halves: Halves, with_offset: bool) -> dict[int, float]:
-    """The errors on the judging half by the place of the damping, as far as they were computed."""
-    judging, solve = halves.judging.some_targets(), halves.fitted.some_targets().solver(with_offset)
-    start = min(near, len(DAMPINGS) - 1)
-    errors: dict[int, float] = {}
-    for places in ([0], range(start, len(DAMPINGS)), range(start - 1, 0, -1)):
-        for place in places:
-            if place not in errors:
-                fit = solve(DAMPINGS[place])
-                errors[place] = math.inf if fit is None else max(judging.error(fit), 0.0)
-            if errors[place] > PAST * min(errors.values()) and place != start:
-                break
-    return errors
+    return JudgedFit(fit, before, after, reason, best)
 
 
 def judged_mean(halves: Halves, with_offset: bool) -> JudgedFit:

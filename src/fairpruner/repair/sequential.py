@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from itertools import dropwhile
 
 import torch
@@ -152,7 +153,7 @@ def _refit_group(job: Job, places: _Places) -> dict[str, Refit]:
         with original:
             forward(job.model, batch)
         # Solving after 1, 2, 4, … batches is often enough: from one batch to the next a fit changes little.
-        solve = last or count & (count - 1) == 0
+        solve = _Solve.LAST if last else _Solve.NOW if count & (count - 1) == 0 else _Solve.LATER
         with _CutPass(job.small, places.cut, original.targets, group, solve):
             forward(job.small, batch)
         group.complete = True
@@ -238,6 +239,14 @@ class _Arriving:
     side: int
 
 
+class _Solve(Enum):
+    """Whether the weights are solved for in a batch."""
+
+    LATER = 0
+    NOW = 1
+    LAST = 2
+
+
 class _CutPass(Interceptor):
     """Runs the cut model, and refits each weight when it is called."""
 
@@ -247,7 +256,7 @@ class _CutPass(Interceptor):
         uses: Mapping[str, WeightUse],
         targets: Mapping[str, RefitTarget],
         group: RefitGroup,
-        solve: bool,
+        solve: _Solve,
     ) -> None:
         super().__init__(small)
         self._tensors, self._uses, self._targets = tensors_by_name(small), uses, targets
@@ -264,8 +273,8 @@ class _CutPass(Interceptor):
         features = in_float32(product.features(target.rows).flatten(2))  # [G, rows, p]
         if use.addition is None:
             refit.add(features, target.values - refit.before(features), target)
-            if self._solve:
-                refit.solve()
+            if self._solve is not _Solve.LATER:
+                refit.solve(last=self._solve is _Solve.LAST)
             return product.run()
         out = product.run()
         outputs = in_float32(product.outputs(out, target.rows))
@@ -284,10 +293,10 @@ class _CutPass(Interceptor):
         missing = torch.where(scale != 0, (target.values - own - other) / scale, 0.0)
         missing += refit.change(arriving.features)  # the error of the unchanged weight
         refit.add(arriving.features, missing, target)
-        if not self._solve:
+        if self._solve is _Solve.LATER:
             return
         hidden_before = refit.hidden_offset
-        refit.solve()
+        refit.solve(last=self._solve is _Solve.LAST)
         by_channel = [1] * arriving.out.ndim
         by_channel[product.axis] = -1
         change = product.run() - arriving.out
