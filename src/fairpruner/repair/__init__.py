@@ -96,7 +96,7 @@ def repair_with_notes(
             raise unknown("repair method", name, METHODS)
     check_rereadable(data, "repair reads it several times")
     return repaired_by(
-        methods, small, model, plan, data, error=partial(loss_of, model=model, data=data, loss=loss)
+        methods, small, model, plan, data, error=partial(_loss, model=model, data=data, loss=loss)
     )
 
 
@@ -139,7 +139,7 @@ def _read(method: str, data: Iterable[Any], device: torch.device, model: nn.Modu
             advance(batch.size)
 
 
-def loss_of(small: nn.Module, *, model: nn.Module, data: Iterable[Any], loss: Loss | str | None) -> float:
+def _loss(small: nn.Module, *, model: nn.Module, data: Iterable[Any], loss: Loss | str | None) -> float:
     """The mean loss of the compared batches, or their distance to the original if they have no labels."""
     total, samples = 0.0, 0
     for batch in compared(read_batches(data, device_of_model(model), model)):

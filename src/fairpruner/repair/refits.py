@@ -97,9 +97,8 @@ class Refit:
 def _applied(fit: Fit, features: Tensor) -> Tensor:
     """A fit applied to features [G, rows, p]: [rows, outputs]."""
     with without_autocast(features.device):
-        given = multiplied(features, fit.slope.to(features)) + fit.offset[:, None].to(
-            features
-        )  # [G, rows, q]
+        given = multiplied(features, fit.slope.to(features))  # [G, rows, q]
+        given += fit.offset[:, None].to(features)
     return given.transpose(0, 1).flatten(1)
 
 
