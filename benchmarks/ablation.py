@@ -5,11 +5,16 @@ bfloat16. They are kept in the cache of the user. At each tolerance, `wasserstei
 make a plan; the `uniform` ways get the share of parameters that `wasserstein + ToD` keeps. `taylor` removes
 by the paper's protection score. Random removal has 20 seeds. Top-1 is measured after the cut and after
 sequential repair (random: of the first three seeds), with 2,000 calibration and all 10,000 test images.
-VGG-16-BN has the first 2,000 of these: it takes seven times as long as AlexNet.
+VGG-16-BN has the first 2,000 of these and fewer repairs: it takes seven times as long as AlexNet.
+
+network-pruner 2.16, the package of the paper's authors, gets the same tolerances and 256 images: it needs 69
+times as long to score them as fairpruner. Instead of a repair, its batch norms are re-estimated.
 """
 
 from __future__ import annotations
 
+import copy
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -19,17 +24,32 @@ from typing import Any
 
 import pages
 import runs
+import torch
 import training
 from cifar_models import cifar10, some, top1
+from cifar_peers import reestimated
+from peers import PEERS, with_packages
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import fairpruner as fp
 
 EPOCHS = {"AlexNet": 20, "VGG-16-BN": 8}  # about a quarter and half an hour on one core
 TESTED = {"AlexNet": 10_000, "VGG-16-BN": 2000}
 TOLERANCES = (0.1, 0.2, 0.05, 0.3, 0.01, 0.15, 0.25, 0.005)
-WAYS = ("wasserstein + ToD", "wasserstein, uniform", "taylor, uniform", "random + ToD", "random, uniform")
-SEEDS, REPAIRED = 20, 3  # of random removal
+PEER = "network-pruner 2.16"
+WAYS = (
+    "wasserstein + ToD",
+    "wasserstein, uniform",
+    "taylor, uniform",
+    "random + ToD",
+    "random, uniform",
+    PEER,
+)
+SEEDS = 20  # of random removal
+REPAIRED = {"AlexNet": (3, TOLERANCES), "VGG-16-BN": (1, TOLERANCES[:4])}  # seeds, tolerances
+PEER_IMAGES = 256
+WHAT = {"params_kept": "parameters kept", "top1": "the cut", "repaired": "repaired"}  # lines of a tolerance
 Row = dict[str, Any]
 
 
@@ -63,10 +83,13 @@ def bench(net: str, size: tuple[Any, ...], shared: Path) -> tuple[nn.Module, lis
 
 def measure(case: Row, shared: Path) -> Row:
     size = tuple(case[name] for name in ("split", "train", "epochs", "calibration", "test"))
+    if case["way"] == PEER:
+        return by_network_pruner(case, size, shared)
     model, data, scores, test = bench(case["net"], size, shared)
     signal = case["way"].split(",")[0].split(" ")[0]
     if signal == "random":
-        drawn = fp.score(model, data[:1], spaces=scores.spaces, removal="random", seed=case["seed"])
+        few = [(data[0][0][:10], data[0][1][:10])]  # random scores do not depend on the images
+        drawn = fp.score(model, few, spaces=scores.spaces, removal="random", seed=case["seed"])
         scores = replace(scores, removals={**drawn.removals, **scores.removals})
     elif signal == "taylor":
         scores = replace(scores, removals={"taylor": scores.protections["taylor"], **scores.removals})
@@ -77,18 +100,58 @@ def measure(case: Row, shared: Path) -> Row:
         plan = fp.allocate(scores.using(signal), alpha=case["alpha"])
     small = fp.cut(model, plan)
     found = {"params_kept": round(plan.share("params"), 4), "top1": round(top1(small, test), 2)}
-    if case["seed"] < REPAIRED:
+    seeds, tolerances = REPAIRED[case["net"]]
+    if case["seed"] < seeds and case["alpha"] in tolerances:
         found["repaired"] = round(top1(fp.repair(small, model, plan, data, method="sequential"), test), 2)
     return found
 
 
+def by_network_pruner(case: Row, size: tuple[Any, ...], shared: Path) -> Row:
+    """The cut of the package of the paper's authors, and the same with its batch norms re-estimated."""
+    model, data, _, test = bench(case["net"], size, shared)
+    with_packages(*PEERS)
+    from Network_Pruner import FAIR_Pruner
+
+    example, whole = data[0][0][:1], copy.deepcopy(model)
+    try:
+        found = metrics(case["net"], size, shared)
+        ratios = FAIR_Pruner.get_ratios(whole, found, ToD_level=case["alpha"])
+        skeleton = FAIR_Pruner.get_skeleton(whole, ratios, example)
+        with tempfile.TemporaryDirectory() as folder:
+            place = str(Path(folder) / "pruned.pt")
+            small, _ = FAIR_Pruner.prune(
+                skeleton, whole, found, ratios, example_inputs=example, pruned_model_save_path=place
+            )
+    except Exception as error:  # another library's failure is a result
+        return {"note": f"{type(error).__name__}: {error}"[:200]}
+    share = fp.count_params(small) / fp.count_params(model)
+    normed = any(isinstance(module, nn.BatchNorm2d) for module in small.modules())
+    better = {"repaired": round(top1(reestimated(small, data), test), 2)} if normed else {}
+    return {"params_kept": round(share, 4), "top1": round(top1(small, test), 2), **better}
+
+
+@cache
+def metrics(net: str, size: tuple[Any, ...], shared: Path) -> dict[str, Any]:
+    """Its scores, which serve all tolerances. It changes the model that it scores, so it gets a copy."""
+    from Network_Pruner import FAIR_Pruner
+
+    model, data, *_ = bench(net, size, shared)
+    x, y = (torch.cat(parts)[:PEER_IMAGES] for parts in zip(*data, strict=True))
+    loader = DataLoader(TensorDataset(x, y), batch_size=128)
+    with tempfile.TemporaryDirectory() as folder:
+        place = str(Path(folder) / "results.pkl")
+        return FAIR_Pruner.get_metrics(
+            copy.deepcopy(model), loader, device=torch.device("cpu"), results_save_path=place
+        )
+
+
 def page() -> str:
-    """Accuracy by tolerance as Markdown, one table for each net."""
+    """Accuracy and size by tolerance as Markdown, one table for each net."""
     stored, parts = runs.stored("ablation"), []
     for net in dict.fromkeys(row["net"] for row in stored):
         lines = []
         for alpha in sorted(TOLERANCES):
-            for what in ("top1", "repaired"):
+            for what, title in WHAT.items():
                 of_way = {
                     way: [
                         row[what]
@@ -98,9 +161,8 @@ def page() -> str:
                     for way in WAYS
                 }
                 if any(of_way.values()):
-                    title = f"{alpha:g}{', repaired' * (what == 'repaired')}"
-                    lines.append([title, *(pages.spread(values) for values in of_way.values())])
-        parts.append(pages.table([f"{net}, tolerance", *WAYS], lines))
+                    lines.append([f"{alpha:g}", title, *(pages.spread(values) for values in of_way.values())])
+        parts.append(pages.table([f"{net}, tolerance", "", *WAYS], lines))
     what = "Curves: top-1 by the share of parameters removed, one for each way; random with its spread shaded"
     return "\n\n".join([*parts, pages.picture("ablation", what)] if parts else [pages.table([], [])])
 
@@ -114,7 +176,9 @@ def plot() -> Any:
     figure = Figure(figsize=(4.5 * len(nets), 3.6), layout="constrained")
     for axes, net in zip(figure.subplots(1, len(nets), squeeze=False)[0], nets, strict=True):
         for way in WAYS:
-            rows = [row for row in stored if (row["net"], row["way"]) == (net, way)]
+            rows = [row for row in stored if (row["net"], row["way"]) == (net, way) and "top1" in row]
+            if not rows:
+                continue
             of_alpha = [[row for row in rows if row["alpha"] == alpha] for alpha in sorted(TOLERANCES)]
             of_alpha = [group for group in of_alpha if group]
             removed = [100 * (1 - mean(row["params_kept"] for row in group)) for group in of_alpha]

@@ -60,10 +60,11 @@ def cases(quick: bool) -> Iterator[Row]:
                 if draw == 0 or criterion not in DATALESS:
                     for scope in SCOPES:
                         yield {**same, "library": "Torch-Pruning", "way": criterion, "scope": scope}
-    ours = {"library": "fairpruner", "draw": 0, "keep": BUDGETS[0]}
-    for signal in SIGNALS[1:2] if quick else SIGNALS:
-        for rule in RULES:
-            yield {**size, **ours, "way": signal, "rule": rule}
+    for keep in BUDGETS[:1] if quick else BUDGETS:
+        ours = {"library": "fairpruner", "draw": 0, "keep": keep}
+        for signal in SIGNALS[1:2] if quick else SIGNALS:
+            for rule in RULES:
+                yield {**size, **ours, "way": signal, "rule": rule}
 
 
 def measure(case: Row, shared: Path) -> Row:
@@ -89,7 +90,7 @@ def smaller(case: Row, shared: Path) -> tuple[nn.Module | None, nn.Module | None
     model = resnet(case["depth"], shared)
     data = calibration(case["calibration"], case["draw"], shared)
     if case["library"] == "fairpruner":
-        return by_fairpruner(model, data, case)
+        return by_fairpruner(model, data, case, shared)
     found = {}
     if case["way"] not in DATALESS:
         found = gradients(case["depth"], case["calibration"], case["draw"], shared)
@@ -111,7 +112,17 @@ def calibration(count: int, draw: int, shared: Path) -> Batches:
     return some(cifar10("train10k", shared), count, seed=draw)
 
 
-def by_fairpruner(model: nn.Module, data: Batches, case: Row) -> tuple[nn.Module | None, nn.Module | None]:
+@cache
+def scored(depth: int, count: int, draw: int, shared: Path) -> fp.Scores:
+    """All signals of one draw, for the channels inside the blocks."""
+    data = calibration(count, draw, shared)
+    model = resnet(depth, shared)
+    return fp.score(model, data, spaces=fp.discover(model, data[0][0][:1], skip=["conv1"]), removal=SIGNALS)
+
+
+def by_fairpruner(
+    model: nn.Module, data: Batches, case: Row, shared: Path
+) -> tuple[nn.Module | None, nn.Module | None]:
     """The cut model and the repaired one, where there is one."""
     budget = fp.Budget("flops", case["keep"])
     if case["way"] == "paper":
@@ -119,8 +130,8 @@ def by_fairpruner(model: nn.Module, data: Batches, case: Row) -> tuple[nn.Module
     if case["way"] == "default":
         return None, fp.prune(model, data, keep=budget)[0]
     signal, rule = (case["way"], case["rule"]) if "rule" in case else ("reconstruction", "global")
-    spaces = fp.discover(model, data[0][0][:1], skip=["conv1"])
-    plan = fp.allocate(fp.score(model, data, spaces=spaces, removal=signal), keep=budget, rule=rule)
+    scores = scored(case["depth"], case["calibration"], case["draw"], shared)
+    plan = fp.allocate(scores.using(signal), keep=budget, rule=rule)
     cut = fp.cut(model, plan)
     return cut, fp.repair(cut, model, plan, data, method="sequential")
 

@@ -1,7 +1,7 @@
 """ResNet-56 on CIFAR-10 (the paper's Table 1) after recovery: the same fine-tuning for every library.
 
-The models that benchmarks/cifar_peers.py cuts at 46.2 % of the FLOPs, each repaired or with its batch norms
-re-estimated, are trained on all 50,000 images (crops and mirror images, batches of 128) for 5 or 15 epochs by
+The models that benchmarks/cifar_peers.py cuts, each repaired or with its batch norms re-estimated, are
+trained on all 50,000 images (crops and mirror images, batches of 128) for 5 or 15 epochs by
 `fp.Recipe.short_for`, with the same images and seeds for every way. `distilled` from the original's logits is
 for every way. `matched` to the outputs of the original's blocks is what `fp.prune` uses where these outputs
 keep their shapes; the other libraries also remove channels from them. The last weights are tested. Cut models
@@ -14,13 +14,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import cifar_peers
 import pages
 import runs
 import torch
 from cifar_models import cifar10, resnet, top1
+from cifar_peers import BUDGETS
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -49,10 +50,11 @@ def cases(quick: bool) -> Iterator[Row]:
         if quick
         else {"depth": 56, "calibration": 2000, "test": 10_000, "train": 50_000}
     )
-    for seed in range(1 if quick else 3):
-        for epochs in (1,) if quick else EPOCHS:
-            for way in WAYS[4:5] if quick else WAYS:
-                yield {**way, "epochs": epochs, "seed": seed, "draw": 0, "keep": 0.462, **size}
+    for keep in BUDGETS[:1] if quick else BUDGETS:
+        for seed in range(1 if quick else 3):
+            for epochs in (1,) if quick else EPOCHS:
+                for way in WAYS[4:5] if quick else WAYS:
+                    yield {**way, "epochs": epochs, "seed": seed, "draw": 0, "keep": keep, **size}
 
 
 def measure(case: Row, shared: Path) -> Row:
@@ -97,37 +99,54 @@ def _name(case: Row) -> str:
     return "-".join(str(value).replace(" ", "_") for value in case.values())
 
 
-def _by_way() -> Iterator[tuple[str, str, list[float], dict[int, list[float]]]]:
-    """Library, way, accuracy before training, and epochs -> accuracies after them."""
+class Line(NamedTuple):
+    """One way at one budget; the accuracies are those of the seeds."""
+
+    keep: float
+    library: str
+    way: str
+    before: float
+    after: dict[int, list[float]]  # epochs -> accuracies
+
+
+def lines() -> Iterator[Line]:
+    """The ways that were measured, by budget."""
     stored = runs.stored("cifar_recovery")
-    for way in WAYS:
-        found = [row for row in stored if way.items() <= row.items()]
-        if found:
-            title = ", ".join(value for name, value in way.items() if name != "library")
-            after = {epochs: [r["top1"] for r in found if r["epochs"] == epochs] for epochs in EPOCHS}
-            yield way["library"], title, [found[0]["before"]], after
+    for keep in BUDGETS:
+        for way in WAYS:
+            found = [row for row in stored if {**way, "keep": keep}.items() <= row.items()]
+            if found:
+                title = ", ".join(value for name, value in way.items() if name != "library")
+                after = {epochs: [r["top1"] for r in found if r["epochs"] == epochs] for epochs in EPOCHS}
+                yield Line(keep, way["library"], title, found[0]["before"], after)
 
 
 def page() -> str:
     """Ways by epochs, as Markdown."""
-    lines = [
-        [library, way, pages.spread(before), *(pages.spread(after[epochs]) for epochs in EPOCHS)]
-        for library, way, before, after in _by_way()
+    cells = [
+        [
+            line.library,
+            line.way,
+            f"{line.keep:g}",
+            f"{line.before:.2f}",
+            *(pages.spread(line.after[epochs]) for epochs in EPOCHS),
+        ]
+        for line in lines()
     ]
-    head = ["library", "way", "before training", *(f"{epochs} epochs" for epochs in EPOCHS)]
+    head = ["library", "way", "FLOPs kept", "before training", *(f"{epochs} epochs" for epochs in EPOCHS)]
     what = "Lines: top-1 against epochs, for every library and way"
-    return "\n\n".join([pages.table(head, lines), *[pages.picture("cifar_recovery", what)] * bool(lines)])
+    return "\n\n".join([pages.table(head, cells), *[pages.picture("cifar_recovery", what)] * bool(cells)])
 
 
 def plot() -> Any:
-    """Accuracy against epochs, one line for each way."""
+    """Accuracy against epochs, one line for each way at the paper's budget."""
     from matplotlib.figure import Figure
 
     axes = (figure := Figure(figsize=(6, 3.6), layout="constrained")).subplots()
-    for library, way, before, after in _by_way():
-        points = {0: before, **{epochs: found for epochs, found in after.items() if found}}
+    for line in (line for line in lines() if line.keep == BUDGETS[0]):
+        points = {0: [line.before], **{epochs: found for epochs, found in line.after.items() if found}}
         means = [sum(found) / len(found) for found in points.values()]
-        axes.plot(list(points), means, "o-", label=f"{library}, {way}")
+        axes.plot(list(points), means, "o-", label=f"{line.library}, {line.way}")
     axes.set(xlabel="epochs on 50,000 images", ylabel="top-1, %")
     axes.legend(fontsize="small")
     return figure
