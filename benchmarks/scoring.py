@@ -6,12 +6,15 @@ the number of images, of classes and the depth grow. The weights are random, whi
 The images are CIFAR-10 (VGG16-BN and ResNets) or ImageNet (DeiT-S at 224 px). An image's label is its number
 modulo the classes.
 *memory*: peak memory of a process that only scores, and of one that only makes the plain passes.
-*peer*: seconds for 256 images of VGG16-BN. network-pruner 2.16 computes its metrics. Torch-Pruning 1.6.1 adds
-up Taylor gradients and prunes globally to half of the MACs; `fp.score`, `allocate` and `cut` do the same.
+*peer*: processor time of other libraries as a multiple of fairpruner's for the same, in one process, as the
+number of images, of classes and the depth grow. network-pruner 2.16 computes its metrics (once: it takes
+minutes). Torch-Pruning 1.6.1 adds up Taylor gradients and prunes globally to half of the MACs; `fp.discover`,
+`score`, `allocate` and `cut` do the same. Both change the model they are given, so they get copies.
 """
 
 from __future__ import annotations
 
+import copy
 import statistics
 import subprocess
 import sys
@@ -41,7 +44,9 @@ AXES = {
     "classes": "classes (VGG16-BN)",
     "depth": "depth (ResNets)",
 }
+PEER_AXES = {**AXES, "depth": "depth (VGGs with batch norms)"}
 FIRST = {"model": "VGG16-BN", "images": 1000, "classes": 10}
+FIRST_OF_PEERS = {**FIRST, "images": 128}
 
 
 def cases(quick: bool) -> Iterator[Row]:
@@ -49,7 +54,8 @@ def cases(quick: bool) -> Iterator[Row]:
     if quick:
         yield {"part": "time", "model": "ResNet-20", "images": 100, "classes": 10}
         yield {"part": "memory", "model": "ResNet-20", "images": 100}
-        yield {"part": "peer", "library": "Torch-Pruning 1.6.1", "model": "ResNet-20", "images": 64}
+        quickly = {"model": "ResNet-20", "images": 64, "classes": 10}
+        yield {"part": "peer", "library": "Torch-Pruning 1.6.1", **quickly}
         return
     yield {"part": "time", **FIRST}
     for images in (250, 4000):
@@ -61,8 +67,14 @@ def cases(quick: bool) -> Iterator[Row]:
     yield {"part": "time", "model": "DeiT-S", "images": 256, "classes": 8}
     for images in (1000, 10_000):
         yield {"part": "memory", "model": "VGG16-BN", "images": images}
+    others: tuple[Row, ...] = (
+        *({"images": images} for images in (256, 128, 64)),
+        *({"classes": classes} for classes in (2, 5)),
+        *({"model": model} for model in ("VGG11-BN", "VGG13-BN", "VGG19-BN")),
+    )
     for library in ("Torch-Pruning 1.6.1", "network-pruner 2.16"):
-        yield {"part": "peer", "library": library, "model": "VGG16-BN", "images": 256}
+        for other in others:
+            yield {"part": "peer", "library": library, **FIRST_OF_PEERS, **other}
 
 
 def measure(case: Row, shared: Path) -> Row:
@@ -77,8 +89,8 @@ def net_of(name: str) -> nn.Module:
         from fairpruner.inputs.sources import load_model
 
         return load_model("timm:deit_small_patch16_224").eval()
-    if name == "VGG16-BN":  # with one linear map on its 512 features
-        features = torchvision.models.vgg16_bn(weights=None).features
+    if name.startswith("VGG"):  # with one linear map on its 512 features
+        features = torchvision.models.get_model(name.lower().replace("-", "_"), weights=None).features
         return nn.Sequential(*features, nn.Flatten(), nn.Linear(512, 10)).eval()
     return CifarResNet((int(name.rpartition("-")[2]) - 2) // 6).eval()
 
@@ -154,23 +166,23 @@ def by_peer(case: Row, shared: Path) -> Row:
     """Processor seconds of another library, and of fairpruner for the same."""
     with_packages(*PEERS)
     net, data = net_of(case["model"]), data_of(case, shared)
-    if case["library"].startswith("Torch-Pruning"):
-        theirs = seconds(lambda: by_torch_pruning(net, data))
+    spaces = fp.discover(net, data[0][0][:1])
 
-        def ours() -> object:
-            spaces = fp.discover(net, data[0][0][:1])
-            scores = fp.score(net, data, spaces=spaces)
-            return fp.cut(net, fp.allocate(scores, keep=fp.Budget("flops", 0.5)))
-    else:
-        theirs = seconds(lambda: by_network_pruner(net, data))
+    def whole_way() -> object:
         spaces = fp.discover(net, data[0][0][:1])
+        scores = fp.score(net, data, spaces=spaces)
+        return fp.cut(net, fp.allocate(scores, keep=fp.Budget("flops", 0.5)))
 
-        def ours() -> object:
-            return fp.score(net, data, spaces=spaces)
-
+    if case["library"].startswith("Torch-Pruning"):
+        ours, theirs, rounds = whole_way, by_torch_pruning, ROUNDS
+        theirs(copy.deepcopy(net), data[:1])  # to warm up
+    else:
+        ours, theirs, rounds = (lambda: fp.score(net, data, spaces=spaces)), by_network_pruner, 1
     ours()
     own = statistics.median(seconds(ours) for _ in range(ROUNDS))
-    return {"seconds": round(theirs, 2), "fairpruner_s": round(own, 2), "times": round(theirs / own, 2)}
+    copies = [copy.deepcopy(net) for _ in range(rounds)]
+    other = statistics.median(seconds(lambda one=one: theirs(one, data)) for one in copies)
+    return {"seconds": round(other, 2), "fairpruner_s": round(own, 2), "times": round(other / own, 2)}
 
 
 def by_torch_pruning(net: nn.Module, data: Batches) -> None:
@@ -228,33 +240,51 @@ def page() -> str:
             ],
         ),
         "peer": pages.table(
-            ["library", "model", "images", "times as long as fairpruner"],
-            [[r["library"], r["model"], f"{r['images']:,}", f"{r['times']:.1f}"] for r in by_part["peer"]],
+            ["library", "model", "images", "classes", "times as long as fairpruner"],
+            [
+                [r["library"], r["model"], f"{r['images']:,}", f"{r['classes']}", f"{r['times']:.1f}"]
+                for r in by_part["peer"]
+            ],
         ),
     }
-    what = "Scoring as a multiple of a plain pass, as the number of images, of classes and the depth grow"
-    grows = [pages.picture("scoring", what)] * all(len(growing(axis)) > 1 for axis in AXES)
-    return "\n\n".join([*(tables[part] for part, rows in by_part.items() if rows), *grows])
+    what = (
+        "Above: scoring as a multiple of a plain pass, as the number of images, of classes and the depth"
+        " grow. Below: the time of other libraries as a multiple of fairpruner's"
+    )
+    drawn = [pages.picture("scoring", what)] * all(len(growing(axis)) > 1 for axis in AXES)
+    return "\n\n".join([*(tables[part] for part, rows in by_part.items() if rows), *drawn])
 
 
-def growing(axis: str) -> list[tuple[float, float]]:
-    """One axis of AXES, and the cost at each of its points."""
-    stored = [row for row in runs.stored("scoring") if row["part"] == "time"]
+def growing(axis: str, library: str = "") -> list[tuple[float, float]]:
+    """One axis, and the cost at each of its points: of scoring, or of another library beside it."""
+    part, first, family, cost = (
+        ("peer", FIRST_OF_PEERS, "VGG", "times") if library else ("time", FIRST, "ResNet", "ratio_cpu")
+    )
+    rows = [r for r in runs.stored("scoring") if r["part"] == part and r.get("library", "") == library]
+    same = {name: first[name] for name in first if name != ("model" if axis == "depth" else axis)}
+    rows = [row for row in rows if same.items() <= row.items()]
     if axis == "depth":
-        same = {"images": 1000, "classes": 10}
-        rows = [r for r in stored if same.items() <= r.items() and r["model"].startswith("ResNet")]
-        return sorted((int(row["model"].rpartition("-")[2]), row["ratio_cpu"]) for row in rows)
-    same = {name: value for name, value in FIRST.items() if name != axis}
-    return sorted((row[axis], row["ratio_cpu"]) for row in stored if same.items() <= row.items())
+        named = [(row["model"], row[cost]) for row in rows if row["model"].startswith(family)]
+        return sorted((int("".join(filter(str.isdigit, model))), value) for model, value in named)
+    return sorted((row[axis], row[cost]) for row in rows)
 
 
 def plot() -> Any:
-    """One panel for each axis."""
+    """One panel for each axis: scoring beside a plain pass, and other libraries beside scoring."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 2.6), layout="constrained")
-    for axes, (axis, title) in zip(figure.subplots(1, len(AXES), sharey=True), AXES.items(), strict=True):
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    above, below = figure.subplots(2, len(AXES), sharey="row")
+    for axes, (axis, title) in zip(above, AXES.items(), strict=True):
         axes.plot(*zip(*growing(axis), strict=True), "o-", color="#2a6f97")
         axes.set(xscale="log", xlabel=title, ylim=(0, None))
-    figure.supylabel("score / plain pass", fontsize="medium")
+    above[0].set_ylabel("score / plain pass")
+    for axes, (axis, title) in zip(below, PEER_AXES.items(), strict=True):
+        for library in dict.fromkeys(row["library"] for row in runs.stored("scoring") if "library" in row):
+            if points := growing(axis, library):
+                axes.plot(*zip(*points, strict=True), "o-", label=library)
+        axes.axhline(1, color="#2a6f97", linewidth=0.8)
+        axes.set(xscale="log", yscale="log", xlabel=title)
+    below[0].set_ylabel("other library / fairpruner")
+    below[-1].legend(fontsize="small")
     return figure
