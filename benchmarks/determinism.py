@@ -1,29 +1,28 @@
 """What stays the same when scoring is repeated: the same run again, loader workers, threads, processes, and
 other orders of batches and samples.
 
-    python benchmarks/determinism.py --shared ../shared     about 10 minutes on one core
-    python benchmarks/determinism.py --table                only write the table into docs/signals.md
-
 ResNet-20 with trained weights and 1,500 CIFAR-10 images, 150 of each class. Every run is compared with the
-first one. Besides, the error of the summaries that `wasserstein` keeps of random numbers, drawn or sorted.
-Writes benchmarks/results/determinism.json after each run, and skips what it already holds.
+first one: for each signal the largest difference of a score, as a share of the largest score of its space (0
+if all bits are equal), and the lowest rank correlation of a space. Besides, for M `kept` samples, the error
+of the summaries that `wasserstein` keeps of random numbers, drawn or sorted: the largest relative error of
+the W1 distance of two summarised classes, over 20 pairs that differ by shift, spread or shape.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pages
+import runs
 import torch
 from cifar_models import cifar10, resnet
 from torch import Tensor
@@ -33,16 +32,15 @@ import fairpruner as fp
 from fairpruner.scoring.signals.quantiles import ClassQuantiles
 from fairpruner.scoring.signals.wasserstein import diameter, quantile_points
 
-RESULTS = Path(__file__).parent / "results" / "determinism.json"
+HERE = Path(__file__).parent
 SIGNALS = {
     "removal": ["wasserstein", "activation", "reconstruction", "l1"],
     "protection": ["taylor", "taylor2"],
 }
 NAMES = [name for names in SIGNALS.values() for name in names]
-IMAGES, BATCH = 1500, 100
+BATCH = 100
 KEPT, COUNTS, ORDERS = (16, 64, 256), (300, 1000, 5000), ("drawn", "sorted")
-
-RUNS = {
+CHANGES = {
     "again": "the same run again",
     "sample_order": "the samples in another order",
     "workers": "two loader workers instead of a list",
@@ -53,46 +51,32 @@ RUNS = {
     "threads": "two threads instead of one",
     "by_class": "the samples sorted by class",
 }
+Row = dict[str, Any]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--shared", type=Path, default=Path("../shared"))
-    parser.add_argument("--table", action="store_true")
-    parser.add_argument("--process", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.table:
-        pages.fill("determinism", page())
-        return
-    torch.set_num_threads(1)
-    if options.process:  # one of two processes, started below
-        scored(options.shared, in_batches(*images(options.shared))).save(
-            f"{options.process}.{os.environ['RANK']}"
-        )
-        return
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    if "summaries" not in results:
-        results["summaries"] = summary_errors()
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    first = scored(options.shared, in_batches(*images(options.shared)))
-    for run in RUNS:
-        if run not in results:
-            results[run] = compare(first, other(run, options.shared))
-            print(run, results[run], flush=True)
-            RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    pages.fill("determinism", page())
+def cases(quick: bool) -> Iterator[Row]:
+    """Runs that differ from the first in one way, then summaries of random numbers."""
+    for change in ("again", "workers", "processes") if quick else CHANGES:
+        yield {"part": "scores", "change": change, "images": 300 if quick else 1500}
+    for kept in KEPT[:1] if quick else KEPT:
+        for samples in COUNTS[:1] if quick else COUNTS:
+            for order in ORDERS:
+                yield {"part": "summaries", "kept": kept, "samples": samples, "order": order}
 
 
-def images(shared: Path) -> tuple[Tensor, Tensor]:
-    """The first 150 images of every class, in the order of the data set."""
+def measure(case: Row, shared: Path) -> Row:
+    if case["part"] == "summaries":
+        errors = (_error(case["kept"], case["samples"], case["order"], draw) for draw in range(20))
+        return {"error": max(errors)}
+    return compare(usual(case["images"], shared), changed(case["change"], case["images"], shared))
+
+
+@cache
+def images(count: int, shared: Path) -> tuple[Tensor, Tensor]:
+    """The first images of every class, equally many, in the order of the data set."""
     inputs, labels = cifar10("train10k", shared)
-    own = (
-        torch.cat([(labels == label).nonzero().flatten()[: IMAGES // 10] for label in range(10)])
-        .sort()
-        .values
-    )
+    classes = [(labels == label).nonzero().flatten()[: count // 10] for label in range(10)]
+    own = torch.cat(classes).sort().values
     # Contiguous, as a loader yields them: convolutions round differently for other memory formats.
     return inputs[own].contiguous(), labels[own]
 
@@ -101,39 +85,44 @@ def in_batches(inputs: Tensor, labels: Tensor, size: int = BATCH) -> list[tuple[
     return list(zip(inputs.split(size), labels.split(size), strict=True))
 
 
-def scored(shared: Path, data: Iterable[Any]) -> fp.Scores:
+def scored(shared: Path, data: Iterable[Any], threads: int = 1) -> fp.Scores:
+    torch.set_num_threads(threads)
     model = resnet(20, shared)
     return fp.score(model, data, spaces=fp.discover(model, torch.zeros(1, 3, 32, 32)), **SIGNALS)
 
 
-def other(run: str, shared: Path) -> fp.Scores:
+@cache
+def usual(count: int, shared: Path) -> fp.Scores:
+    """The scores that all others are compared with."""
+    return scored(shared, in_batches(*images(count, shared)))
+
+
+def changed(change: str, count: int, shared: Path) -> fp.Scores:
     """The scores of a run that differs from the first in one way."""
-    inputs, labels = images(shared)
-    if run == "processes":
-        return in_two_processes(shared)
-    if run == "workers":
+    inputs, labels = images(count, shared)
+    if change == "processes":
+        return in_two_processes(count, shared)
+    if change == "workers":
         return scored(shared, DataLoader(TensorDataset(inputs, labels), batch_size=BATCH, num_workers=2))
-    if run == "batch_order":
+    if change == "batch_order":
         batches = in_batches(inputs, labels)
         return scored(shared, [batches[i] for i in np.random.default_rng(0).permutation(len(batches))])
     order = {
-        "sample_order": torch.randperm(IMAGES, generator=torch.Generator().manual_seed(0)),
+        "sample_order": torch.randperm(count, generator=torch.Generator().manual_seed(0)),
         "by_class": labels.argsort(stable=True),
         "by_brightness": inputs.mean((1, 2, 3)).argsort(stable=True),
-    }.get(run, torch.arange(IMAGES))
-    torch.set_num_threads(2 if run == "threads" else 1)
-    try:
-        return scored(shared, in_batches(inputs[order], labels[order], 60 if run == "batch_size" else BATCH))
-    finally:
-        torch.set_num_threads(1)
+    }.get(change, torch.arange(count))
+    data = in_batches(inputs[order], labels[order], 60 if change == "batch_size" else BATCH)
+    return scored(shared, data, threads=2 if change == "threads" else 1)
 
 
-def in_two_processes(shared: Path) -> fp.Scores:
+def in_two_processes(count: int, shared: Path) -> fp.Scores:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
+    script = f"import sys; sys.path.insert(0, {str(HERE)!r}); import determinism; determinism.save_scores"
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, "--shared", str(shared), "--process", f"{folder}/scores"]
+        command = [sys.executable, "-c", f"{script}{count, str(shared), folder}"]
         environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
         jobs = [subprocess.Popen(command, env={**environment, "RANK": str(rank)}) for rank in (0, 1)]
         if any(job.wait() for job in jobs):
@@ -141,10 +130,13 @@ def in_two_processes(shared: Path) -> fp.Scores:
         return fp.Scores.load(f"{folder}/scores.0")
 
 
-def compare(first: fp.Scores, second: fp.Scores) -> dict[str, Any]:
-    """For each signal the largest difference of a score, as a share of the largest score of its space (0 if
-    all bits are equal), and the lowest rank correlation of a space.
-    """
+def save_scores(count: int, shared: str, folder: str) -> None:
+    """What one of two processes does."""
+    usual(count, Path(shared)).save(f"{folder}/scores.{os.environ['RANK']}")
+
+
+def compare(first: fp.Scores, second: fp.Scores) -> Row:
+    """For each signal the largest difference and the lowest rank correlation."""
     found = {}
     for side, names in SIGNALS.items():
         for name in names:
@@ -163,20 +155,6 @@ def _of(scores: fp.Scores, side: str, name: str) -> Any:
     return getattr(chosen, side)
 
 
-def summary_errors() -> dict[str, float]:
-    """The largest relative error of the W1 distance of two summarised classes, over 20 pairs that differ by
-    shift, spread or shape: "M, samples, order" -> error.
-    """
-    found: dict[str, float] = {}
-    for kept in KEPT:
-        for count in COUNTS:
-            for order in ORDERS:
-                found[f"{kept}, {count}, {order}"] = max(
-                    _error(kept, count, order, draw) for draw in range(20)
-                )
-    return found
-
-
 def _error(kept: int, count: int, order: str, draw: int) -> float:
     rng = np.random.default_rng(draw)
     others = (rng.normal(0.5, 1, count), rng.normal(0, 2, count), rng.exponential(size=count))
@@ -193,26 +171,26 @@ def _error(kept: int, count: int, order: str, draw: int) -> float:
 
 def page() -> str:
     """Both tables as Markdown."""
-    results = pages.results("determinism")
-    lines = ["| compared with the first run | " + " | ".join(NAMES) + " |", "|---|" + "---|" * len(NAMES)]
-    for run, text in RUNS.items():
-        if run in results:
-            cells = [_cell(**results[run][name]) for name in NAMES]
-            lines.append(f"| {text} | " + " | ".join(cells) + " |")
-    lines += [
-        "",
-        "| samples of a class | " + " | ".join(f"M = {m}, {o}" for m in KEPT for o in ORDERS) + " |",
+    stored = runs.stored("determinism")
+    compared = {row["change"]: row for row in stored if row["part"] == "scores"}
+    lines = [
+        [text, *(_cell(**compared[change][name]) for name in NAMES)]
+        for change, text in CHANGES.items()
+        if change in compared
     ]
-    lines.append("|---|" + "---|" * len(KEPT) * len(ORDERS))
-    for count in COUNTS:
-        cells = [f"{results['summaries'][f'{m}, {count}, {o}']:.1%}" for m in KEPT for o in ORDERS]
-        lines.append(f"| {count:,} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    errors = {
+        (row["samples"], row["kept"], row["order"]): f"{row['error']:.1%}"
+        for row in stored
+        if row["part"] == "summaries"
+    }
+    columns = [(kept, order) for kept in KEPT for order in ORDERS]
+    cells = [[f"{n:,}", *(errors.get((n, *column), "") for column in columns)] for n in COUNTS]
+    tables = (
+        pages.table(["compared with the first run", *NAMES], lines),
+        pages.table(["samples of a class", *(f"M = {kept}, {order}" for kept, order in columns)], cells),
+    )
+    return "\n\n".join(tables)
 
 
 def _cell(difference: float, rank_correlation: float) -> str:
     return "equal" if difference == 0 else f"{difference:.1g} ({rank_correlation:.3f})"
-
-
-if __name__ == "__main__":
-    main()

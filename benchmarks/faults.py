@@ -1,18 +1,16 @@
-"""Kill, starve and break every stage that writes, and count what is lost: python benchmarks/faults.py
+"""Kill, starve and break every stage that writes, and count what is lost.
 
 Each trial runs one stage in a process of its own, over outputs that are there already, and hurts it: SIGKILL,
 SIGTERM or SIGINT at a random moment or at an aimed one (before one of the calls that flush, rename or remove
 files), a full disk, a read-only folder, a loader, loss or model that raises, a worker of a loader that dies.
 Then the old outputs or the whole new ones must be there, the sources untouched, and the same command must
-succeed and leave no stray file. A kill counts only if it ended the process. Counts go to
-benchmarks/results/faults.json, where a stopped run goes on.
+succeed and leave no stray file. A kill counts only if it ended the process.
 """
 
 from __future__ import annotations
 
-import argparse
+import atexit
 import errno
-import json
 import multiprocessing
 import os
 import random
@@ -22,13 +20,14 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import mkdtemp
 from typing import Any
 
 import pages
+import runs
 import torch
 import torchvision_shim  # noqa: F401  # so that transformers imports
 
@@ -37,14 +36,14 @@ from fairpruner.__main__ import main as main_of_the_command
 from fairpruner.core import writing
 from fairpruner.inputs.sources import factory_of
 
-RESULTS = Path(__file__).parent / "results" / "faults.json"
 OUTPUTS = {
     "score": "outputs/score.safetensors",
     "plan": "outputs/plan.json",
     **{stage: f"outputs/{stage}" for stage in ("cut", "stream", "save", "recover", "prune")},
 }
 STAGES = tuple(OUTPUTS)
-SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGKILL, signal.SIGKILL, signal.SIGINT)
+KILLS = {"SIGKILL": 14, "SIGTERM": 4, "SIGINT": 3}  # of a row
+ROUNDS = 2  # of kills; the first is older, and some of its rows have one kill more
 MOMENTS = (0, 40, 63)  # samples at which the user's code fails
 SPAWN = multiprocessing.get_context("fork")  # torch is imported once, and no thread of it runs yet
 AIMED = (  # functions before whose n-th call a process is killed
@@ -54,6 +53,7 @@ AIMED = (  # functions before whose n-th call a process is killed
     (shutil, "rmtree"),
     (writing, "_exchange"),
 )
+Row = dict[str, Any]
 NET = """
 import os
 import torch
@@ -99,14 +99,49 @@ def loss(output, labels):
 """
 
 
-def prepare(place: Path) -> None:
-    """A net, its data, a model of Hugging Face, and the outputs of an earlier run of every stage."""
+def cases(quick: bool) -> Iterator[Row]:
+    """Kills of every stage, then the other faults; a quick run has one stage."""
+    for number in range(1 if quick else ROUNDS):
+        for what in KILLS:
+            for moment in ("random", "aimed"):
+                for stage in ("plan",) if quick else STAGES:
+                    yield {"fault": f"{what}, {moment} moment", "stage": stage, "round": number}
+    for fault, (_, stages) in FAULTS.items():
+        for stage in stages:
+            if stage == "plan" or not quick:
+                yield {"fault": fault, "stage": stage}
+
+
+def measure(case: Row, shared: Path) -> Row:
+    stage, place = case["stage"], prepared()
+    if "round" in case:
+        found = list(kills(case, place))
+    else:
+        found = [broken(stage, hurt, place) for hurt in FAULTS[case["fault"]][0]]
+    return {"trials": len(found), "wrong": dict(sum(found, Counter()))}
+
+
+@cache
+def prepared() -> Path:
+    """A folder with a net, its data, a model of Hugging Face, and the outputs of an earlier run of every
+    stage. It becomes the working directory.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+    place = Path(mkdtemp()).resolve()
+    atexit.register(shutil.rmtree, place)
+    place.chmod(0o755)
+    whole_model(place)
     (place / "net.py").write_text(NET)
     os.chdir(place)
     for stage in STAGES:
         assert run(stage) == 0, (stage, (place / "output.txt").read_text())
     shutil.copytree(place / "outputs", place / "before")
     shutil.rmtree(place / "before" / "checkpoints")  # a recovery that is done would not train again
+    (place / "sources").mkdir()
+    for name in ("net.py", "stream.json"):
+        shutil.copy(place / name, place / "sources" / name)
+    shutil.copytree(place / "whole", place / "sources" / "whole")
+    return place
 
 
 def command(stage: str) -> list[str]:
@@ -205,6 +240,7 @@ def before_calls(target: int, act: Callable[[int], None]) -> None:
     setattr(module, name, counting)
 
 
+@cache
 def aims(stage: str, place: Path) -> list[tuple[int, int]]:
     """All calls before which a stage can be killed: the number of the call, and of the function."""
     counts = place / "calls.txt"
@@ -266,6 +302,19 @@ def fault(name: str, sample: int) -> Callable[[], None]:
     return lambda: os.environ.update(FAULT=name, SAMPLE=str(sample))
 
 
+FOLDERS, READ_DATA = ("cut", "stream", "save", "recover", "prune"), ("score", "recover", "prune")
+FAULTS: dict[str, tuple[list[Callable[[], None]], tuple[str, ...]]] = {  # with the stages that they can hurt
+    "full disk, file size": ([full_disk(limit) for limit in (200, 1000)], STAGES),
+    "full disk, first flush": ([no_room(1)], STAGES),
+    "full disk, third flush": ([no_room(3)], FOLDERS),
+    "read-only folder": ([read_only], STAGES),
+    "loader raises midway": ([fault("loader", sample) for sample in MOMENTS], READ_DATA),
+    "worker of the loader dies": ([fault("worker", sample) for sample in MOMENTS], READ_DATA),
+    "loss raises midway": ([fault("loss", sample) for sample in MOMENTS], ("score",)),
+    "model raises midway": ([fault("model", sample) for sample in MOMENTS], READ_DATA),
+}
+
+
 # Judging
 
 
@@ -316,36 +365,26 @@ def restore(place: Path) -> None:
     shutil.copytree(place / "before", place / "outputs")
 
 
-def kills(place: Path, number: int, results: dict[str, Any]) -> None:
-    """Kills at random and aimed moments, over all stages in turn, on from those that were counted before."""
-    took = {stage: seconds(stage, place) for stage in STAGES}
-    points = {stage: aims(stage, place) for stage in STAGES}
-    done = sum(sum(row["trials"].values()) for name, row in results.items() if name.startswith("SIG"))
-    for trial in range(done, number):
-        rng = random.Random(trial)
-        stage, turn = STAGES[trial % len(STAGES)], trial // len(STAGES)
-        way, what = ("random", "aimed")[turn % 2], SIGNALS[turn // 2 % len(SIGNALS)]
+def kills(case: Row, place: Path) -> Iterator[Counter[str]]:
+    """What was found wrong after each kill, at random or aimed moments."""
+    rng, stage = random.Random(str(case)), case["stage"]
+    name, moment = case["fault"].split(", ")
+    what, took, points = signal.Signals[name], seconds(stage, place), aims(stage, place)
+    for _ in range(KILLS[name]):
         code = 0
         while code not in (-what, 130):
             restore(place)
-            if way == "aimed":
-                code = finish(start(stage, aimed(*rng.choice(points[stage]), what)))
+            if moment == "aimed moment":
+                code = finish(start(stage, aimed(*rng.choice(points), what)))
             else:
                 process = start(stage)
-                time.sleep(rng.random() * took[stage])
+                time.sleep(rng.random() * took)
                 os.kill(process.pid, what)
                 code = finish(process)
-        count(results, f"{what.name}, {way} moment", stage, judge(stage, code, place))
+        yield judge(stage, code, place)
 
 
-def count(results: dict[str, Any], name: str, stage: str, wrong: Counter[str]) -> None:
-    row = results.setdefault(name, {"trials": {}, "wrong": {}})
-    row["trials"][stage] = row["trials"].get(stage, 0) + 1
-    for found, times in wrong.items():
-        row["wrong"][f"{stage}: {found}"] = row["wrong"].get(f"{stage}: {found}", 0) + times
-    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-
-
+@cache
 def seconds(stage: str, place: Path) -> float:
     restore(place)
     begin = time.monotonic()
@@ -353,29 +392,15 @@ def seconds(stage: str, place: Path) -> float:
     return time.monotonic() - begin
 
 
-def others(place: Path, results: dict[str, Any]) -> None:
-    """Full disks, a read-only folder, and user code that fails midway; those not counted before."""
-    folders, data = ("cut", "stream", "save", "recover", "prune"), ("score", "recover", "prune")
-    faults: dict[str, tuple[list[Callable[[], None]], tuple[str, ...]]] = {
-        "full disk, file size": ([full_disk(limit) for limit in (200, 1000)], STAGES),
-        "full disk, first flush": ([no_room(1)], STAGES),
-        "full disk, third flush": ([no_room(3)], folders),
-        "read-only folder": ([read_only], STAGES),
-        "loader raises midway": ([fault("loader", sample) for sample in MOMENTS], data),
-        "worker of the loader dies": ([fault("worker", sample) for sample in MOMENTS], data),
-        "loss raises midway": ([fault("loss", sample) for sample in MOMENTS], ("score",)),
-        "model raises midway": ([fault("model", sample) for sample in MOMENTS], data),
-    }
-    for name, (hurts, stages) in faults.items():
-        trials = [(stage, hurt) for stage in stages for hurt in hurts]
-        for stage, hurt in trials[sum(results.get(name, {"trials": {}})["trials"].values()) :]:
-            restore(place)
-            code = finish(start(stage, hurt))
-            clear = code == 1 and told(place)
-            wrong = judge(stage, code, place)
-            if not clear:
-                wrong["no sentence with exit 1"] += 1
-            count(results, name, stage, wrong)
+def broken(stage: str, hurt: Callable[[], None], place: Path) -> Counter[str]:
+    """What was found wrong after a fault that the stage must report in one sentence."""
+    restore(place)
+    code = finish(start(stage, hurt))
+    clear = code == 1 and told(place)
+    wrong = judge(stage, code, place)
+    if not clear:
+        wrong["no sentence with exit 1"] += 1
+    return wrong
 
 
 def told(place: Path) -> bool:
@@ -385,40 +410,13 @@ def told(place: Path) -> bool:
 
 def page() -> str:
     """One row for each fault, as Markdown: trials by stage, and what was found wrong."""
-    rows = []
-    for name, row in sorted(pages.results("faults").items()):
-        trials = [str(row["trials"].get(stage, "")) for stage in STAGES]
-        wrong = "; ".join(f"{what} {times}" for what, times in row["wrong"].items()) or "0"
-        rows.append((name, *trials, str(sum(row["trials"].values())), wrong))
-    return pages.table(("fault", *STAGES, "all", "lost, broken or left over"), rows)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=300)
-    parser.add_argument("--table", action="store_true", help="only write the table of docs/files.md")
-    options = parser.parse_args()
-    if options.table:
-        pages.fill("faults", page())
-        return
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
-    with TemporaryDirectory() as folder:
-        place = Path(folder).resolve()
-        place.chmod(0o755)
-        whole_model(place)
-        prepare(place)
-        (place / "sources").mkdir()
-        for name in ("net.py", "stream.json"):
-            shutil.copy(place / name, place / "sources" / name)
-        shutil.copytree(place / "whole", place / "sources" / "whole")
-        results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-        others(place, results)
-        kills(place, options.kills, results)
-        os.chdir("/")
-    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    pages.fill("faults", page())
-    sys.exit(any(row["wrong"] for row in results.values()))
-
-
-if __name__ == "__main__":
-    main()
+    stored, lines = runs.stored("faults"), []
+    for fault in sorted({row["fault"] for row in stored}):
+        trials: Counter[str] = Counter()
+        wrong: Counter[str] = Counter()
+        for row in (row for row in stored if row["fault"] == fault):
+            trials[row["stage"]] += row["trials"]
+            wrong.update({f"{row['stage']}: {what}": times for what, times in row["wrong"].items()})
+        lost = "; ".join(f"{what} {times}" for what, times in wrong.items()) or "0"
+        lines.append([fault, *(str(trials[s] or "") for s in STAGES), str(trials.total()), lost])
+    return pages.table(("fault", *STAGES, "all", "lost, broken or left over"), lines)

@@ -1,85 +1,58 @@
 """Random networks at scale: cut equals mask, predicted equals counted, a saved model loads identically, the
-original is unchanged, a repair does not move away from the original; all in float64. A second run goes on
-where the first one ended.
+original is unchanged, a repair does not move away from the original; all in float64.
 
-    python -m benchmarks many_networks          # up to network 20,000
-    python -m benchmarks many_networks 500      # up to network 500
-
-Writes benchmarks/results/many_networks.json after every hundred networks. `wrong` counts networks that
-failed; each is named with its seed.
+A row counts a range of seeds: from `first` on, so many `networks`. `wrong` counts networks that failed, and
+`wrong_seeds` names each. The first row is older than the others, and wide.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pages
-import torch
+import runs
 
-RESULTS = Path(__file__).parent / "results" / "many_networks.json"
-EVERY = 100  # networks between two writes
-
-
-def empty() -> dict[str, object]:
-    return {
-        "command": "python -m benchmarks many_networks",
-        "networks": 0,
-        "cut": 0,
-        "cut, repair better": 0,
-        "nothing to prune": 0,
-        "wrong": 0,
-        "wrong_seeds": {},
-    }
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+OLD, UNTIL, EVERY = 20_000, 30_000, 1_000  # networks of the first row, of all rows, and of each later row
+OUTCOMES = {
+    "cut": "cut",
+    "cut, repair better": "cut, and brought nearer to the original by the repair",
+    "nothing to prune": "nothing to prune",
+    "wrong": "wrong",
+}
+Row = dict[str, Any]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("until", nargs="?", type=int, default=20_000)
-    parser.add_argument("--table", action="store_true", help="only write the table of the documents")
-    options = parser.parse_args()
-    if options.table:
-        pages.fill("many_networks", page())
-        return
-    sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+def cases(quick: bool) -> Iterator[Row]:
+    if quick:
+        yield {"first": 0, "networks": 50}
+    else:
+        yield {"first": 0, "networks": OLD}
+        yield from ({"first": first, "networks": EVERY} for first in range(OLD, UNTIL, EVERY))
+
+
+def measure(case: Row, shared: Path) -> Row:
     from random_networks import check_network
 
-    until = options.until
-    torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "LSTM with projections is not supported with oneDNN")
-    counts = json.loads(RESULTS.read_text()) if RESULTS.exists() else empty()
-    for seed in range(counts["networks"], until):
+    counts, wrong = dict.fromkeys(OUTCOMES, 0), {}
+    for seed in range(case["first"], case["first"] + case["networks"]):
         try:
             outcome = check_network(seed)
         except Exception as error:  # every failure counts as wrong and is named
             outcome = "wrong"
-            counts["wrong_seeds"][str(seed)] = f"{type(error).__name__}: {error}"[:300]
+            wrong[str(seed)] = f"{type(error).__name__}: {error}"[:300]
         counts[outcome] += 1
-        counts["networks"] = seed + 1
-        if (seed + 1) % EVERY == 0 or seed + 1 == until:
-            RESULTS.parent.mkdir(exist_ok=True)
-            RESULTS.write_text(json.dumps(counts, indent=2) + "\n")
-            print({key: value for key, value in counts.items() if isinstance(value, int)}, flush=True)
-    pages.fill("many_networks", page())
+    return {**counts, "wrong_seeds": wrong}
 
 
 def page() -> str:
-    """The counts as one table."""
-    counts = pages.results("many_networks")
-    names = {
-        "networks": "networks",
-        "cut": "cut",
-        "cut, repair better": "cut, and brought nearer to the original by the repair",
-        "nothing to prune": "nothing to prune",
-        "wrong": "wrong",
-    }
-    return pages.table(["outcome", "count"], [(text, f"{counts[key]:,}") for key, text in names.items()])
-
-
-if __name__ == "__main__":
-    main()
+    """The sums of all rows as one table."""
+    stored = runs.stored("many_networks")
+    names = {"networks": "networks", **OUTCOMES}
+    lines = [(text, f"{sum(row[key] for row in stored):,}") for key, text in names.items()]
+    return pages.table(["outcome", "count"], lines)

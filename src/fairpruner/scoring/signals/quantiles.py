@@ -7,7 +7,7 @@ for 2^l samples. So a class of n samples keeps M values for each of at most log2
 
 **The error.** A merge moves each value by half the distance to its neighbour. The distances within one block
 add up to at most the range of the values, so each level moves the distribution by at most range / M in
-Wasserstein-1 distance, for any order of the samples. `benchmarks/determinism.py` measures it. Means
+Wasserstein-1 distance, for any order of the samples. `python -m benchmarks determinism` measures it. Means
 are exact, and so are distances between classes that differ by a shift alone.
 
 Example, M = 4, even samples only: 1, 9 and 2, 4 are blocks of level 0. Sorted together they are 1, 2, 4, 9;
