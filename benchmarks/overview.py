@@ -6,17 +6,13 @@ from statistics import mean
 from typing import Any, NamedTuple
 
 import cifar_peers
+import cifar_recovery
 import pages
 import runs
 from peer_models import MODELS
 
-KEEP = 0.462  # of FLOPs, the paper's
-NAMES = {
-    "default": "fp.prune",
-    "by hand": "reconstruction, global, repaired",
-    "paper": "the paper's method",
-    "wasserstein, tod": "wasserstein, ToD, repaired",
-}
+PEER = "Torch-Pruning"
+NAMES = {"default": "fp.prune", "paper": "the paper's method"}
 
 
 class Bar(NamedTuple):
@@ -29,41 +25,73 @@ class Bar(NamedTuple):
 
 
 def bars() -> list[Bar]:
-    """Every way at the paper's budget, and fairpruner's at smaller ones; the best first."""
-    found: dict[tuple[str, str, float], list[float]] = {}
+    """The default, the paper's method and the best scope of each criterion of the peer, by budget."""
+    found: dict[tuple[str, str, float, str], list[float]] = {}
     for row in cifar_peers.rows():
-        if row["keep"] == KEEP or (row["keep"] < KEEP and row["library"] == "fairpruner"):
-            way = ", ".join(filter(None, (row["way"], row.get("rule"), row.get("scope"))))
+        if row["library"] == PEER or row["way"] in NAMES:
             best = max(value for value in (row.get("top1"), row.get("better")) if value is not None)
-            found.setdefault((row["library"], way, row["keep"]), []).append(best)
-    return sorted((Bar(*key, mean(values)) for key, values in found.items()), key=lambda bar: -bar.top1)
+            key = row["library"], row["way"], row["keep"], row.get("scope", "")
+            found.setdefault(key, []).append(best)
+    means = [Bar(*key[:3], mean(values)) for key, values in found.items()]
+    return [
+        max((bar for bar in means if bar[:3] == key), key=lambda bar: bar.top1)
+        for key in dict.fromkeys(bar[:3] for bar in means)
+    ]
 
 
 def page() -> str:
     """The table, and the picture if there is something to compare."""
-    what = "Bars: top-1 of ResNet-56, pruned without training, for every library and way"
+    what = "Bars: top-1 of ResNet-56, pruned without training, for fairpruner and Torch-Pruning"
     compared = {bar.library for bar in bars()} > {"fairpruner"}
     return "\n\n".join([table(), *[pages.picture("overview", what)] * compared])
 
 
 def table() -> str:
-    """Four questions with their measured answers, as Markdown."""
-    lines = [line for line in (_accuracy(), _right(), _cost(), _speed()) if line]
+    """Questions with their measured answers, as Markdown."""
+    lines = [line for line in (_accuracy(), _recovered(), _right(), _cost(), _speed()) if line]
     return pages.table(["question", "fairpruner", "others", "measured by"], lines)
 
 
 def _accuracy() -> list[str] | None:
-    ours = [bar for bar in bars() if bar.library == "fairpruner"]
-    theirs = [bar for bar in bars() if bar.library != "fairpruner"]
+    keep = cifar_peers.BUDGETS[0]
+    found = [bar for bar in bars() if bar.keep == keep]
+    ours = [bar for bar in found if bar.library != PEER]
+    theirs = [bar for bar in found if bar.library == PEER]
     if not (ours and theirs):
         return None
-    baseline = runs.stored("cifar_peers")[0]["baseline"]
+    own, other = (max(part, key=lambda bar: bar.top1) for part in (ours, theirs))
     return [
-        f"ResNet-56 on CIFAR-10 ({baseline:.1f} %), pruned without training: top-1",
-        f"**{ours[0].top1:.1f} %** with {100 * ours[0].keep:g} % of the FLOPs ({NAMES[ours[0].way]})",
-        f"Torch-Pruning {theirs[0].top1:.1f} % with {100 * theirs[0].keep:g} % ({theirs[0].way}, batch norms"
-        " re-estimated)",
+        f"ResNet-56 on CIFAR-10 ({_original():.1f} %), {100 * keep:g} % of its FLOPs, no training: top-1",
+        f"**{own.top1:.1f} %** ({NAMES[own.way]})",
+        f"{PEER} {other.top1:.1f} % ({other.way}, batch norms re-estimated)",
         "`cifar_peers`",
+    ]
+
+
+def _original() -> float:
+    baseline: float = runs.stored("cifar_peers")[0]["baseline"]
+    return baseline
+
+
+def _recovered() -> list[str] | None:
+    """The same models after the first number of epochs."""
+    epochs = cifar_recovery.EPOCHS[0]
+    found = [line for line in cifar_recovery.lines() if line.keep == cifar_peers.BUDGETS[0]]
+    ours, theirs = (
+        [
+            (mean(line.after[epochs]), line.way)
+            for line in found
+            if (line.library == PEER) is peer and line.after[epochs]
+        ]
+        for peer in (False, True)
+    )
+    if not (ours and theirs):
+        return None
+    return [
+        f"The same after {epochs} epochs of training",
+        f"**{max(ours)[0]:.2f} %** ({max(ours)[1]})",
+        f"{PEER} {max(theirs)[0]:.2f} % ({max(theirs)[1]})",
+        "`cifar_recovery`",
     ]
 
 
@@ -120,18 +148,33 @@ def _speed() -> list[str] | None:
 
 
 def plot() -> Any:
-    """Accuracy of every way as bars."""
+    """Accuracy of every way as bars, one for each budget."""
     from matplotlib.figure import Figure
 
-    found = bars()[::-1]
-    figure = Figure(figsize=(8, 0.9 + 0.32 * len(found)), layout="constrained")
+    found = bars()
+    titles = {(b.library, b.way): f"{b.library}: {NAMES.get(b.way, b.way)}" for b in found}
+    order = sorted(titles, key=lambda key: max(bar.top1 for bar in found if bar[:2] == key))
+    figure = Figure(figsize=(8, 0.9 + 0.6 * len(order)), layout="constrained")
     axes = figure.subplots()
-    labels = [f"{b.library}, {100 * b.keep:g} % of FLOPs: {NAMES.get(b.way, b.way)}" for b in found]
-    colours = ["#2a6f97" if bar.library == "fairpruner" else "#8a8a8a" for bar in found]
-    drawn = axes.barh(labels, [bar.top1 for bar in found], color=colours)
-    axes.bar_label(drawn, fmt="%.1f", padding=-30, color="white", weight="bold")
-    axes.axvline(runs.stored("cifar_peers")[0]["baseline"], color="black", linewidth=0.8, linestyle=":")
+    for number, (keep, shade) in enumerate(zip(cifar_peers.BUDGETS, (1.0, 0.6), strict=True)):
+        shown = [bar for bar in found if bar.keep == keep]
+        drawn = axes.barh(
+            [order.index(bar[:2]) + 0.2 - 0.4 * number for bar in shown],
+            [bar.top1 for bar in shown],
+            height=0.38,
+            color=["#6b6b6b" if bar.library == PEER else "#2a6f97" for bar in shown],
+            alpha=shade,
+        )
+        texts = [f"{bar.top1:.1f}" for bar in shown]
+        axes.bar_label(drawn, texts, padding=-30, color="white", weight="bold")
+    axes.axvline(_original(), color="black", linewidth=0.8, linestyle=":")
+    axes.set_yticks(range(len(order)), [titles[key] for key in order])
     axes.set(xlim=(0, 100))
-    figure.suptitle("ResNet-56 on CIFAR-10, pruned without training: top-1 in %. Dotted: the original.")
+    dark, light = (f"{100 * keep:g} %" for keep in cifar_peers.BUDGETS)
+    figure.suptitle(
+        "ResNet-56 on CIFAR-10, pruned without training: top-1 in %\n"
+        f"Dark: {dark} of the FLOPs are kept. Light: {light}. Dotted: the original.",
+        fontsize="medium",
+    )
     axes.spines[["top", "right"]].set_visible(False)
     return figure
