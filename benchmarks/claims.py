@@ -106,7 +106,7 @@ def _taylor() -> list[list[str]]:
 
 def _experts() -> list[list[str]]:
     """The tiny Qwen2-MoE, from benchmarks/moe.py."""
-    rows = [r for r in pages.results("moe")["table"]["rows"] if r["mix"] == "equally much of each domain"]
+    rows = [row for row in runs.stored("moe") if row["mix"] == "equally much of each domain"]
     means = {
         (row["signal"], row["rule"], round(row["removed"], 2)): sum(row["values"]) / len(row["values"])
         for row in rows

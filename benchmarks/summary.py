@@ -45,14 +45,13 @@ def _reading() -> str:
 
 def _others() -> str:
     text = max(runs.stored("minilm"), key=lambda row: row.get("repaired", 0.0))
-    experts = pages.results("moe")["repair"]
-    perplexity = {row["step"]: row["mean"] for row in experts["rows"]}
+    experts = {row["step"]: row for row in runs.stored("moe_repair") if row["rule"] == "global"}
+    cut, repaired = (experts[step] for step in ("the cut", "kept and shared experts refitted"))
     return (
         f"- **Sentence embeddings**, MiniLM-L6 with {100 * text['flops_kept']:.0f} % of its FLOPs: the cosine"
         f" similarity to the original's embeddings is {text['plain']:.3f} after the cut and"
         f" {text['repaired']:.3f} after repair (`benchmarks/minilm.py`).\n"
         "- **Experts**, a small Qwen2-MoE with half of its experts: perplexity"
-        f" {perplexity['reap, global: the cut']:.1f} after the cut and"
-        f" {perplexity['reap, global: kept and shared experts refitted']:.1f} after repair; the full model"
-        f" has {experts['full']:.1f} (`benchmarks/moe.py`)."
+        f" {mean(cut['values']):.1f} after the cut and {mean(repaired['values']):.1f} after repair; the full"
+        f" model has {cut['full']:.1f} (`benchmarks/moe_repair.py`)."
     )

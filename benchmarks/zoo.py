@@ -1,12 +1,8 @@
 """A zoo of models: what is found in each, what a cut of 40 % of every space keeps, and that it is right.
 
-    python benchmarks/zoo.py                      # every model that has no row yet
-    python benchmarks/zoo.py timm transformers    # only these groups
-    python benchmarks/zoo.py timm/beit --again    # one model, measured anew
-
-Each model runs alone in a process of its own, which may hold 8 GB. A row is written as soon as it is known,
-so a stopped run goes on where it stopped. Writes benchmarks/results/zoo.json; `python docs/prunable.py` makes
-docs/prunable.md of it.
+Each model runs alone in a process of its own, which may hold 8 GB. `python docs/prunable.py` makes
+docs/prunable.md of the rows. diffusers, ultralytics and torch_geometric leave their group out where they are
+not installed.
 
 A row is *equal* if zeroing the removed units and cutting them gives the same output in float64 with random
 weights, and if params and FLOPs are as predicted. It is *saved* if a new process loads the cut model and
@@ -15,24 +11,24 @@ computes what the first one computed.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import gc
 import hashlib
-import json
+import importlib
 import multiprocessing
-import os
 import resource
+import sys
 import tempfile
 import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import runs
 import torch
 import zoo_models
 from safetensors.torch import load_file, save_file
@@ -44,9 +40,6 @@ from fairpruner.models.calling import call, describe, output_tensors
 from fairpruner.models.narrowing import cut_units, mask_units
 from fairpruner.models.torch_private import TorchDispatchMode, tree_map_only
 
-torch.set_num_threads(1)
-
-RESULTS = Path(__file__).parent / "results" / "zoo.json"
 SHARE = 0.4  # of each space, removed at random
 MEMORY = 7 << 30  # with the shared libraries less than 8 GB
 TIMEOUT = 1800  # seconds for one model
@@ -54,6 +47,7 @@ SHAKE = 1e-12  # the share by which weights change to see how far the model ampl
 DRAWS = 8  # of random weights
 CHAOS = 1e-3  # a model that moves so far with the weights of the check is compared with its initial ones
 OUTPUT = "reaches the model's output"
+Row = dict[str, Any]
 
 
 def _source() -> str:
@@ -65,13 +59,34 @@ def _source() -> str:
 SOURCE = _source()
 
 
-def examine(path: str, folder: Path) -> dict[str, Any]:
+def cases(quick: bool) -> Iterator[Row]:
+    """Every model, or the first of each group."""
+    for group, (names, _) in zoo_models.GROUPS.items():
+        yield from ({"group": group, "model": name} for name in (names()[:1] if quick else names()))
+
+
+def measure(case: Row, shared: Path) -> Row:
+    """The row of one model, from two processes; what they raise is the row's `crash` or `load_error`."""
+    for library in zoo_models.LIBRARIES.get(case["group"], ()):  # once, before processes are forked
+        importlib.import_module(library)
+    with tempfile.TemporaryDirectory() as folder:
+        row, error = _apart(examine, case, Path(folder))
+        if error:
+            return {"crash": error}
+        if "kept" in row:
+            row["saved"], error = _apart(check_loaded, case, Path(folder))
+            if error:
+                row["load_error"] = error
+    return row
+
+
+def examine(case: Row, folder: Path) -> Row:
     """All that the table says of one model; its cut and the cut's output are written to `folder`."""
-    build, example = zoo_models.find(path)
+    build, example = zoo_models.find(case["group"], case["model"])
     torch.manual_seed(0)
     model, inputs = build().eval(), example()
     forward = min(_processor_seconds(lambda: _outputs(model, inputs)) for _ in range(3))
-    row: dict[str, Any] = {"model": path, "input": describe(inputs), "forward_s": forward, "source": SOURCE}
+    row: Row = {"input": describe(inputs), "forward_s": forward, "source": SOURCE}
     start = time.process_time()
     try:
         spaces = fp.discover(model, inputs)
@@ -109,13 +124,13 @@ def examine(path: str, folder: Path) -> dict[str, Any]:
     return row
 
 
-def check_loaded(path: str, folder: Path) -> bool:
+def check_loaded(case: Row, folder: Path) -> bool:
     """Whether the saved cut, loaded in this process, computes what it computed before it was saved."""
-    build, example = zoo_models.find(path)
+    build, example = zoo_models.find(case["group"], case["model"])
     torch.manual_seed(0)
     build()  # draws the same random numbers as before the example
     inputs = example()
-    small = fp.load(folder / "model", build=None if path.startswith("transformers/") else build).eval()
+    small = fp.load(folder / "model", build=None if case["group"] == "transformers" else build).eval()
     expected = load_file(folder / "outputs.safetensors")
     torch.manual_seed(0)
     found = _outputs(small, inputs)
@@ -228,26 +243,13 @@ def _processor_seconds(action: Any) -> float:
     return time.process_time() - start
 
 
-def measure(path: str) -> dict[str, Any]:
-    """The row of one model, from two processes; what they raise is the row's `crash` or `load_error`."""
-    with tempfile.TemporaryDirectory() as folder:
-        row, error = _apart(examine, path, Path(folder))
-        if error:
-            return {"model": path, "crash": error}
-        if "kept" in row:
-            row["saved"], error = _apart(check_loaded, path, Path(folder))
-            if error:
-                row["load_error"] = error
-    return row
-
-
-def _apart(job: Callable[[str, Path], Any], path: str, folder: Path) -> tuple[Any, str]:
+def _apart(job: Callable[[Row, Path], Any], case: Row, folder: Path) -> tuple[Any, str]:
     """What a job returns in a process of its own, and what went wrong there.
 
     The process is a fork: libraries are imported once for the whole zoo, models are only ever built in forks.
     """
     receiver, sender = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context("fork").Process(target=_child, args=(job, path, folder, sender))
+    process = multiprocessing.get_context("fork").Process(target=_child, args=(job, case, folder, sender))
     process.start()
     sender.close()
     answered = receiver.poll(TIMEOUT)
@@ -260,43 +262,20 @@ def _apart(job: Callable[[str, Path], Any], path: str, folder: Path) -> tuple[An
     return result, error
 
 
-def _child(job: Callable[[str, Path], Any], path: str, folder: Path, sender: Any) -> None:
+def _child(job: Callable[[Row, Path], Any], case: Row, folder: Path, sender: Any) -> None:
     warnings.simplefilter("ignore")
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     try:
-        sender.send((job(path, folder), ""))
+        sender.send((job(case, folder), ""))
     except BaseException as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{Path(where.filename).name}:{where.lineno}"
         sender.send((None, f"{type(error).__name__}: {str(error)[:300]} ({place})"))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("only", nargs="*", help="groups, or group/model")
-    parser.add_argument("--again", action="store_true", help="measure anew what has a row")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="the file to read and write")
-    arguments = parser.parse_args()
-    for path in zoo_models.paths(arguments.only):
-        if arguments.again or path not in _rows(arguments.results):
-            row = measure(path)
-            _write(arguments.results, {**_rows(arguments.results), path: row})
-            print(json.dumps(row), flush=True)
+def page() -> str:
+    """The counts of docs/prunable.md as Markdown."""
+    sys.path.append(str(Path(__file__).parents[1] / "docs"))
+    import prunable
 
-
-def _rows(results: Path) -> dict[str, Any]:
-    """The rows of the file as it is now: another run may have written some meanwhile."""
-    return json.loads(results.read_text())["rows"] if results.exists() else {}
-
-
-def _write(results: Path, rows: dict[str, Any]) -> None:
-    fresh = results.with_suffix(".new")
-    content = {"command": "python benchmarks/zoo.py", "rows": rows}
-    fresh.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
-    os.replace(fresh, results)
-
-
-if __name__ == "__main__":
-    main()
+    return prunable.counts(runs.stored("zoo"))

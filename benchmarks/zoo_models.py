@@ -1,15 +1,12 @@
-"""The models of the zoo by group: how each is built with random weights, and an example to call it with.
-
-`group/model` names one. Libraries that are not installed leave their group out.
-"""
+"""The models of the zoo by group: how each is built with random weights, and an example to call it with."""
 
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.util
+import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks")]
+sys.path.append(str(ROOT / "tests"))
 
 from torchvision_shim import torchvision  # noqa: E402
 from zoo_topics import TOPICS  # noqa: E402
@@ -33,19 +30,8 @@ TOLERANCES = {"float64": 1e-8, "partly float32": 1e-6, "float32": 1e-4}
 NAMES = ROOT / "benchmarks" / "results" / "zoo_timm.json"  # timm's module -> its smallest model
 
 
-def paths(only: Sequence[str] = ()) -> Iterator[str]:
-    """`group/model` of the whole zoo, or of the groups and models named."""
-    for group, (names, _) in GROUPS.items():
-        if not only or any(group == wanted.partition("/")[0] for wanted in only):
-            for library in LIBRARIES.get(group, ()):  # once, before processes are forked
-                importlib.import_module(library)
-            found = (f"{group}/{name}" for name in names())
-            yield from (path for path in found if not only or group in only or path in only)
-
-
-def find(path: str) -> Entry:
+def find(group: str, name: str) -> Entry:
     """How to build a model of the zoo, and its example."""
-    group, _, name = path.partition("/")
     return GROUPS[group][1](name)
 
 
@@ -121,8 +107,6 @@ def _give_nms() -> None:
 @functools.cache
 def _timm_smallest() -> dict[str, str]:
     """The smallest model of every module of timm, by parameters; computed once and kept in a file."""
-    import json
-
     import timm
     from timm.models import list_modules
 
@@ -180,17 +164,20 @@ def _takes(name: str, options: dict[str, Any], size: int) -> bool:
 # ── small networks, transformers, experts ───────────────────────────────────────────────────────
 
 
+@functools.cache
+def _small() -> dict[str, Any]:
+    """The small networks of tests/zoo.py, which has the name of the benchmark."""
+    spec = importlib.util.spec_from_file_location("small_networks", ROOT / "tests" / "zoo.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.SMALL
+
+
 def _topology(name: str) -> Entry:
-    from zoo import SMALL
-
-    build, shape = SMALL[name]
+    build, shape = _small()[name]
     return build, lambda: torch.randn(shape)
-
-
-def _topologies() -> list[str]:
-    from zoo import SMALL
-
-    return list(SMALL)
 
 
 def _transformers(name: str) -> Entry:
@@ -268,7 +255,7 @@ def _graph(name: str) -> Entry:
 
 
 GROUPS: dict[str, tuple[Callable[[], list[str]], Callable[[str], Entry]]] = {
-    "topologies": (_topologies, _topology),
+    "topologies": (lambda: list(_small()), _topology),
     "topics": (lambda: list(TOPICS), lambda name: TOPICS[name]),
     "torchvision": (functools.partial(_torchvision_names, ""), _torchvision),
     "torchvision-detection": (functools.partial(_torchvision_names, "detection"), _detection),

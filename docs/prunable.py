@@ -1,4 +1,4 @@
-"""Writes docs/prunable.md from the rows that `python benchmarks/zoo.py` measured.
+"""Writes docs/prunable.md from the rows that `python -m benchmarks zoo` measured.
 
 python docs/prunable.py
 """
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 INTRODUCTION = """# What can be pruned
 """
 METHOD = """
-`python benchmarks/zoo.py` tries every model below, each in a separate process: it finds what can be removed, removes 40 % of each space at random, and saves and loads the smaller model. `python docs/prunable.py` writes this page from its results. All weights are random. The models of Hugging Face, of diffusers and those with experts are small versions, built from their configurations; of every family of timm, the smallest model is used. Full-size models have other widths, but the same parts can be removed. Torch-Pruning's own tests run on the models of torchvision, and on small networks for a dozen topics; for each topic there is a network here.
+`python -m benchmarks zoo` tries every model below, each in a separate process: it finds what can be removed, removes 40 % of each space at random, and saves and loads the smaller model. `python docs/prunable.py` writes this page from its results. All weights are random. The models of Hugging Face, of diffusers and those with experts are small versions, built from their configurations; of every family of timm, the smallest model is used. Full-size models have other widths, but the same parts can be removed. Torch-Pruning's own tests run on the models of torchvision, and on small networks for a dozen topics; for each topic there is a network here.
 
 - A *channel* is one output of a convolution, with everything that reads it.
 - A *hidden* unit is one neuron between two linear maps; in a gated MLP, the same unit of gate, up and down together.
@@ -81,32 +81,26 @@ COUNTS = (
 )
 
 
-def page(rows: dict[str, Any], names: dict[str, str]) -> str:
+def page(rows: list[dict[str, Any]], names: dict[str, str]) -> str:
     """The whole page; `names` are timm's families and the model that stands for each."""
-    groups = {
-        group: {path.partition("/")[2]: row for path, row in sorted(rows.items()) if _group(path) == group}
-        for group in TITLES
-    }
-    groups = {group: mine for group, mine in groups.items() if mine}
-    lines = [INTRODUCTION, *_table(COUNTS, [*_counts(groups)])]
-    lines += ["", _remarks(list(rows.values()))]
-    lines += [METHOD, *_legend()]
-    for group, mine in groups.items():
+    lines = [INTRODUCTION, counts(rows), "", _remarks(rows), METHOD, *_legend()]
+    for group, mine in _groups(rows).items():
         titles = names if group == "timm" else {}
-        cells = [_cells(titles.get(name, name), row) for name, row in mine.items()]
+        cells = [_cells(titles.get(row["model"], row["model"]), row) for row in mine]
         lines += ["", f"## {TITLES[group]}", "", *_table(HEAD, cells)]
     return "\n".join(lines) + "\n"
 
 
-def _group(path: str) -> str:
-    return path.partition("/")[0]
+def counts(rows: list[dict[str, Any]]) -> str:
+    """A table with one line of counts for each group, and one for all."""
+    lines = [(TITLES[group], *map(str, _count(mine))) for group, mine in _groups(rows).items()]
+    return "\n".join(_table(COUNTS, [*lines, ("all", *map(str, _count(rows)))]))
 
 
-def _counts(groups: dict[str, dict[str, Any]]) -> Iterator[list[str]]:
-    """One line of counts for each group, and one for all."""
-    for group, mine in groups.items():
-        yield [TITLES[group], *map(str, _count(list(mine.values())))]
-    yield ["all", *map(str, _count([row for mine in groups.values() for row in mine.values()]))]
+def _groups(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The rows of each group that has some, by name."""
+    groups = {group: [row for row in rows if row["group"] == group] for group in TITLES}
+    return {group: sorted(mine, key=lambda row: row["model"]) for group, mine in groups.items() if mine}
 
 
 def _count(rows: list[dict[str, Any]]) -> list[int]:
