@@ -41,15 +41,11 @@ def main(arguments: list[str]) -> None:
     elif arguments[0] in titles:
         name, *options = arguments
         module = importlib.import_module(name)
-        if hasattr(module, "main"):  # has options of its own
-            sys.argv[:] = [f"python -m benchmarks {name}", *options]
-            module.main()
-        else:
-            import torch  # after the benchmark, which may set how torch starts its threads
+        import torch  # after the benchmark, which may set how torch starts its threads
 
-            torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-            warnings.filterwarnings("ignore", category=DeprecationWarning)  # torch.jit, in `top1`
-            runs.main(module, options)
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        warnings.filterwarnings("ignore", category=DeprecationWarning)  # torch.jit, in `top1`
+        runs.main(module, options)
     else:
         raise SystemExit(f"There is no benchmark {arguments[0]}. There are: {', '.join(titles)}.")
 

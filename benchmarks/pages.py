@@ -32,7 +32,7 @@ def titles() -> dict[str, str]:
     for path in sorted(HERE.glob("[a-z]*.py")):
         module = ast.parse(path.read_text(encoding="utf-8"))
         functions = {node.name for node in module.body if isinstance(node, ast.FunctionDef)}
-        if functions & {"cases", "main", "page"} and path.stem != "runs":
+        if functions & {"cases", "page"}:
             found[path.stem] = " ".join((ast.get_docstring(module) or "").partition("\n\n")[0].split())
     return found
 

@@ -63,7 +63,7 @@ def test_no_draw_is_counted_twice_beside_the_peers() -> None:
 def test_cases_are_distinct_and_a_quick_run_has_few(name: str) -> None:
     module = importlib.import_module(name)
     if not hasattr(module, "cases"):
-        return  # has options of its own, or only a page
+        return  # it only makes a page of what others measured
     full, quick = ([json.dumps(case) for case in module.cases(q)] for q in (False, True))
     assert len(set(full)) == len(full)
     assert 0 < len(quick) <= min(len(full), 12)
