@@ -67,10 +67,12 @@ def page() -> str:
             f"{found['median']:.2f} ({found['median'] / ideal:.2f})" if isinstance(found, dict) else "fails"
             for found in (row["faster"].get(runtime, "") for runtime in RUNTIMES)
         )
-        energy = next((v for name, v in row["quantities"].items() if "energy" in name), {})
-        saved = f"{energy['against'] / energy['model']:.2f}" if energy.get("model") else ""
-        lines.append(
-            [row["model"], f"{row['batch']}", f"{row['flops_kept']:.3f}", f"{ideal:.2f}", *speeds, saved]
+        saved = (
+            f"{found['against'] / found['model']:.2f}" if found["model"] else ""
+            for found in (row["quantities"][name] for name in ("model memory", "energy"))
         )
-    head = ["model", "batch", "FLOPs kept", "ideal", "torch", "ONNX Runtime", "OpenVINO", "energy"]
+        lines.append(
+            [row["model"], f"{row['batch']}", f"{row['flops_kept']:.3f}", f"{ideal:.2f}", *speeds, *saved]
+        )
+    head = ["model", "batch", "FLOPs kept", "ideal", "torch", "ONNX Runtime", "OpenVINO", "memory", "energy"]
     return pages.table(head, lines)

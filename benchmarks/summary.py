@@ -1,11 +1,10 @@
-"""The results on the first screen of the README, from what other benchmarks measured."""
+"""The accuracies in the README, from what other benchmarks measured."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from statistics import mean
 
-import overview
 import pages
 import runs
 
@@ -14,8 +13,8 @@ WAYS = ("paper", "by hand", "default")
 
 
 def page() -> str:
-    """The opening table of docs/benchmarks.md, the default beside other ways, and other models."""
-    return "\n\n".join([overview.table(), pages.table(HEAD, _default()), _reading(), _others()])
+    """The default beside other ways, and other models."""
+    return "\n\n".join([pages.table(HEAD, _default()), _reading(), _others()])
 
 
 def _default() -> Iterator[tuple[str, ...]]:
