@@ -14,7 +14,6 @@ times as long to score them as fairpruner. Instead of a repair, its batch norms 
 from __future__ import annotations
 
 import copy
-import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -28,9 +27,8 @@ import torch
 import training
 from cifar_models import cifar10, some, top1
 from cifar_peers import reestimated
-from peers import PEERS, with_packages
+from peers import network_pruner_cut, network_pruner_scores
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import fairpruner as fp
 
@@ -109,19 +107,9 @@ def measure(case: Row, shared: Path) -> Row:
 def by_network_pruner(case: Row, size: tuple[Any, ...], shared: Path) -> Row:
     """The cut of the package of the paper's authors, and the same with its batch norms re-estimated."""
     model, data, _, test = bench(case["net"], size, shared)
-    with_packages(*PEERS)
-    from Network_Pruner import FAIR_Pruner
-
-    example, whole = data[0][0][:1], copy.deepcopy(model)
     try:
-        found = metrics(case["net"], size, shared)
-        ratios = FAIR_Pruner.get_ratios(whole, found, ToD_level=case["alpha"])
-        skeleton = FAIR_Pruner.get_skeleton(whole, ratios, example)
-        with tempfile.TemporaryDirectory() as folder:
-            place = str(Path(folder) / "pruned.pt")
-            small, _ = FAIR_Pruner.prune(
-                skeleton, whole, found, ratios, example_inputs=example, pruned_model_save_path=place
-            )
+        found = network_pruner_scored(case["net"], size, shared)
+        small = network_pruner_cut(copy.deepcopy(model), found, case["alpha"], data[0][0][:1])
     except Exception as error:  # another library's failure is a result
         return {"note": f"{type(error).__name__}: {error}"[:200]}
     share = fp.count_params(small) / fp.count_params(model)
@@ -131,18 +119,11 @@ def by_network_pruner(case: Row, size: tuple[Any, ...], shared: Path) -> Row:
 
 
 @cache
-def metrics(net: str, size: tuple[Any, ...], shared: Path) -> dict[str, Any]:
-    """Its scores, which serve all tolerances. It changes the model that it scores, so it gets a copy."""
-    from Network_Pruner import FAIR_Pruner
-
+def network_pruner_scored(net: str, size: tuple[Any, ...], shared: Path) -> Any:
+    """Its scores, which serve all tolerances."""
     model, data, *_ = bench(net, size, shared)
     x, y = (torch.cat(parts)[:PEER_IMAGES] for parts in zip(*data, strict=True))
-    loader = DataLoader(TensorDataset(x, y), batch_size=128)
-    with tempfile.TemporaryDirectory() as folder:
-        place = str(Path(folder) / "results.pkl")
-        return FAIR_Pruner.get_metrics(
-            copy.deepcopy(model), loader, device=torch.device("cpu"), results_save_path=place
-        )
+    return network_pruner_scores(copy.deepcopy(model), x, y)
 
 
 def page() -> str:

@@ -146,40 +146,46 @@ def by_torch_pruning(name: str) -> Row:
 
 def by_network_pruner(name: str) -> Row:
     """Its whole way on 16 images of two classes: scores, ratios, smaller model."""
-    with_packages(*PEERS)
-    from Network_Pruner import FAIR_Pruner
-
     model, example = build(name)
     model = model.float()
     example = example.float() if example.is_floating_point() else example
     inputs = torch.cat([example] * 8)
     inputs = inputs + torch.randn_like(inputs) if inputs.is_floating_point() else inputs
-    labels = torch.arange(16) % 2
     before = copy.deepcopy(model.state_dict())
     changed = None
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            loader = DataLoader(TensorDataset(inputs, labels), batch_size=8)
-            place = str(Path(folder) / "results.pkl")
-            results = FAIR_Pruner.get_metrics(
-                model, loader, device=torch.device("cpu"), results_save_path=place
-            )
-            changed = any(not torch.equal(value, before[key]) for key, value in model.state_dict().items())
-            ratios = FAIR_Pruner.get_ratios(model, results, ToD_level=0.1)
-            skeleton = FAIR_Pruner.get_skeleton(model, ratios, example)
-            small, _ = FAIR_Pruner.prune(
-                skeleton,
-                model,
-                results,
-                ratios,
-                example_inputs=example,
-                pruned_model_save_path=str(Path(folder) / "pruned.pt"),
-            )
-            logits(small, example)
-        except Exception as error:
-            note = f"{type(error).__name__}: {error}"[:200]
-            return {"runs": False, "changed by scoring": changed, "note": note}
+    try:
+        scores = network_pruner_scores(model, inputs, torch.arange(16) % 2, batch=8)
+        changed = any(not torch.equal(value, before[key]) for key, value in model.state_dict().items())
+        logits(network_pruner_cut(model, scores, 0.1, example), example)
+    except Exception as error:
+        note = f"{type(error).__name__}: {error}"[:200]
+        return {"runs": False, "changed by scoring": changed, "note": note}
     return {"runs": True, "changed by scoring": changed, "note": ""}
+
+
+def network_pruner_scores(model: nn.Module, inputs: Any, labels: Any, batch: int = 128) -> Any:
+    """What network-pruner makes its plans of. It changes the model."""
+    with_packages(*PEERS)
+    from Network_Pruner import FAIR_Pruner
+
+    loader = DataLoader(TensorDataset(inputs, labels), batch_size=batch)
+    with tempfile.TemporaryDirectory() as folder:
+        place = str(Path(folder) / "results.pkl")
+        return FAIR_Pruner.get_metrics(model, loader, device=torch.device("cpu"), results_save_path=place)
+
+
+def network_pruner_cut(model: nn.Module, scores: Any, tolerance: float, example: Any) -> nn.Module:
+    """The smaller model of network-pruner."""
+    from Network_Pruner import FAIR_Pruner
+
+    ratios = FAIR_Pruner.get_ratios(model, scores, ToD_level=tolerance)
+    skeleton = FAIR_Pruner.get_skeleton(model, ratios, example)
+    with tempfile.TemporaryDirectory() as folder:
+        place = str(Path(folder) / "pruned.pt")
+        small: nn.Module = FAIR_Pruner.prune(
+            skeleton, model, scores, ratios, example_inputs=example, pruned_model_save_path=place
+        )[0]
+    return small
 
 
 TOOLS = {

@@ -18,7 +18,6 @@ import copy
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,7 +27,7 @@ import pages
 import runs
 import torch
 from cifar_models import CifarResNet, cifar10
-from peers import PEERS, with_packages
+from peers import PEERS, network_pruner_scores, with_packages
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision_shim import torchvision
@@ -209,15 +208,7 @@ def by_torch_pruning(net: nn.Module, data: Batches) -> None:
 
 def by_network_pruner(net: nn.Module, data: Batches) -> None:
     """The metrics that its plans are made of."""
-    from Network_Pruner import FAIR_Pruner
-    from torch.utils.data import DataLoader, TensorDataset
-
-    inputs, labels = (torch.cat(parts) for parts in zip(*data, strict=True))
-    loader = DataLoader(TensorDataset(inputs, labels), batch_size=128)
-    with tempfile.TemporaryDirectory() as folder:
-        FAIR_Pruner.get_metrics(
-            net, loader, device=torch.device("cpu"), results_save_path=str(Path(folder) / "results.pkl")
-        )
+    network_pruner_scores(net, *(torch.cat(parts) for parts in zip(*data, strict=True)))
 
 
 def page() -> str:
