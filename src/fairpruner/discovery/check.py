@@ -17,6 +17,7 @@ from fairpruner.core.tod import removal_order
 from fairpruner.core.units import UnitSpace
 from fairpruner.discovery.failing import first_line, raise_if_out_of_memory
 from fairpruner.discovery.lively import lively_weights
+from fairpruner.discovery.ties import in_one_order
 from fairpruner.discovery.watching import Visits, first_difference, watching_modules
 from fairpruner.models.calling import call, in_eval_mode, output_tensors
 from fairpruner.models.devices import device_of_model, has_float64
@@ -138,12 +139,13 @@ class Check:
             if isinstance(masked, Failure):  # a file's example may only fit the cut model
                 failure = masked
                 continue
-            reason = _compare(masked.outputs, small.outputs, tolerance)
-            if reason and dtype is torch.float64 and _close(masked.outputs, small.outputs):
-                found = _shares(masked.outputs, small.outputs)
+            whole, less = (in_one_order(run.outputs, tolerance) for run in (masked, small))
+            reason = _compare(whole, less, tolerance)
+            if reason and dtype is torch.float64 and _close(whole, less):
+                found = _shares(whole, less)
                 if not _rounding(found, self._floors.get(position)):
                     shaken = self._outputs(mask(weights=_shaken(weights)), inputs, Visits())
-                    self._floors[position] = _shares(masked.outputs, shaken)
+                    self._floors[position] = _shares(whole, in_one_order(shaken, tolerance))
                 reason = "" if _rounding(found, self._floors[position]) else reason
             if not reason:
                 self._too_coarse |= dtype is torch.float64
