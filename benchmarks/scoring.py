@@ -266,16 +266,25 @@ def plot() -> Any:
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     above, below = figure.subplots(2, len(AXES), sharey="row")
+    libraries = dict.fromkeys(row["library"] for row in runs.stored("scoring") if "library" in row)
     for axes, (axis, title) in zip(above, AXES.items(), strict=True):
-        axes.plot(*zip(*growing(axis), strict=True), "o-", color="#2a6f97")
-        axes.set(xscale="log", xlabel=title, ylim=(0, None))
+        draw(axes, [growing(axis)], color="#2a6f97")
+        axes.set(xlabel=title, ylim=(0, None))
     above[0].set_ylabel("score / plain pass")
     for axes, (axis, title) in zip(below, PEER_AXES.items(), strict=True):
-        for library in dict.fromkeys(row["library"] for row in runs.stored("scoring") if "library" in row):
-            if points := growing(axis, library):
-                axes.plot(*zip(*points, strict=True), "o-", label=library)
+        draw(axes, [growing(axis, library) for library in libraries])
         axes.axhline(1, color="#2a6f97", linewidth=0.8)
-        axes.set(xscale="log", yscale="log", xlabel=title)
+        axes.set(yscale="log", xlabel=title)
     below[0].set_ylabel("other library / fairpruner")
-    below[-1].legend(fontsize="small")
+    below[-1].legend(list(libraries), fontsize="small")
     return figure
+
+
+def draw(axes: Any, lines: list[list[tuple[float, float]]], **style: Any) -> None:
+    """Lines over a logarithmic axis whose ticks are the measured points."""
+    axes.set_xscale("log")
+    for points in lines:
+        axes.plot([x for x, _ in points], [y for _, y in points], "o-", **style)
+    ticks = sorted({x for points in lines for x, _ in points})
+    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    axes.minorticks_off()
