@@ -20,8 +20,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))  # benchmarks import each other by name
 
-import pages  # noqa: E402
-import runs  # noqa: E402
+from harness import pages, runs  # noqa: E402
 
 
 def main(arguments: list[str]) -> None:

@@ -21,12 +21,11 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import pages
-import runs
 import torch
-import training
-from cifar_models import cifar10, some, top1
 from cifar_peers import reestimated
+from harness import pages, runs
+from nets import training
+from nets.cifar_models import cifar10, some, top1
 from peers import network_pruner_cut, network_pruner_scores
 from torch import nn
 

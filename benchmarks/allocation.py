@@ -13,8 +13,7 @@ from time import process_time
 from typing import Any
 
 import numpy as np
-import pages
-import runs
+from harness import pages, runs
 
 from fairpruner.allocation import allocate, sweep
 from fairpruner.core.budget import Budget

@@ -20,11 +20,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pages
-import runs
 import torch
 import torch.nn.functional as F
-from cifar_models import cifar10, resnet, some, top1
+from harness import pages, runs
+from nets.cifar_models import cifar10, resnet, some, top1
 from peers import PEERS, network_pruner_cut, network_pruner_scores, with_packages
 from torch import Tensor, nn
 

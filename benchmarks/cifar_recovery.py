@@ -16,15 +16,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import cifar_peers
-import pages
-import runs
 import torch
-from cifar_models import cifar10, resnet, top1
 from cifar_peers import BUDGETS
+from harness import pages, runs
+from nets.cifar_models import cifar10, resnet, top1
+from nets.training import CACHE
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from training import CACHE
 
 import fairpruner as fp
 from fairpruner.inputs.augmentation import Augmented

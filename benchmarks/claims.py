@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import ablation
-import pages
-import runs
+from harness import pages, runs
 
 SIGNALS = ("wasserstein", "l1", "fpgm", "reconstruction")
 

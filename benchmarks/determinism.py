@@ -21,10 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pages
-import runs
 import torch
-from cifar_models import cifar10, resnet
+from harness import pages, runs
+from nets.cifar_models import cifar10, resnet
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 

@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pages
-import runs
 import torch
-from torchvision_shim import torchvision
+from harness import pages, runs
+from harness.torchvision_shim import torchvision
 
 import fairpruner as fp
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-import pages
+from harness import pages
 
 from fairpruner.pipeline.search import choosing, screening
 from fairpruner.pipeline.search.samples import SHARES

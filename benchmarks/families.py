@@ -19,13 +19,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pages
-import runs
 import torch
 import torch.nn.functional as F
-import training
-from cifar_models import cifar10, some, top1
 from cifar_peers import reestimated
+from harness import pages, runs
+from nets import training
+from nets.cifar_models import cifar10, some, top1
 from peers import PEERS, with_packages
 from torch import Tensor, nn
 

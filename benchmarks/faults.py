@@ -26,10 +26,9 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-import pages
-import runs
+import harness.torchvision_shim  # noqa: F401 (transformers imports torchvision)
 import torch
-import torchvision_shim  # noqa: F401  # so that transformers imports
+from harness import pages, runs
 
 import fairpruner as fp
 from fairpruner.__main__ import main as main_of_the_command

@@ -25,8 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pages
-import runs
+from harness import pages, runs
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "tests"))
@@ -80,7 +79,7 @@ def in_process(engine: str, file: str, seed: int, inputs: int) -> Row:
 def print_counts(folder: str, engine: str, file: str, seed: int, inputs: int) -> None:
     """Read inputs, and print how many there were, how many were accepted, and those that failed."""
     os.chdir(folder)
-    import torchvision_shim  # noqa: F401  # so that transformers imports
+    from harness import torchvision_shim  # noqa: F401 (transformers imports torchvision)
 
     if engine == "atheris":
         import atheris

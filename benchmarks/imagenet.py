@@ -15,9 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pages
-import runs
 import torch
+from harness import pages, runs
 from latency import resnet50
 from peers import with_packages
 from torch import Tensor, nn

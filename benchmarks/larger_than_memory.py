@@ -24,10 +24,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pages
-import runs
+import harness.torchvision_shim  # noqa: F401 (transformers imports torchvision)
 import torch
-import torchvision_shim  # noqa: F401  # so that transformers imports
+from harness import pages, runs
 
 import fairpruner as fp
 
@@ -37,7 +36,7 @@ TOKENS, BATCHES = 20_000, 10
 ALPHAS = (0.05, 0.1, 0.2, 0.4)
 LAYERS, HIDDEN, EXPERTS, INNER, VOCABULARY = 16, 512, 336, 512, 512
 STAGES = ("discover", "score", "plan", "cut", "evaluate")
-COMMAND = "import torchvision_shim; from fairpruner.cli import app; app()"
+COMMAND = "import harness.torchvision_shim; from fairpruner.cli import app; app()"
 Row = dict[str, Any]
 
 

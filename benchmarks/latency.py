@@ -23,12 +23,11 @@ os.environ.setdefault(
 )  # before torch starts its threads, so that they do not move between cores
 
 import numpy as np
-import pages
-import runs
 import torch
+from harness import pages, runs
+from harness.torchvision_shim import torchvision
 from safetensors.torch import load_file
 from torch import nn
-from torchvision_shim import torchvision
 
 import fairpruner as fp
 from fairpruner.inputs.sources import load_model

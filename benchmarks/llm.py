@@ -34,9 +34,8 @@ from typing import Any
 
 import llm_peers as peers
 import numpy as np
-import pages
-import runs
-from llm_setting import Setting
+from harness import pages, runs
+from nets.llm_setting import Setting
 from torch import nn
 
 import fairpruner as fp

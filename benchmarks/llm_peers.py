@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from llm_setting import WIDTH, WINDOW, Setting
+from nets.llm_setting import WIDTH, WINDOW, Setting
 from torch import Tensor, nn
 from torch.nn import functional as F
 

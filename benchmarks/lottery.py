@@ -15,11 +15,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pages
-import runs
 import torch
-import training
-from cifar_models import CifarResNet, cifar10, some, top1
+from harness import pages, runs
+from nets import training
+from nets.cifar_models import CifarResNet, cifar10, some, top1
 from torch import Tensor, nn
 
 import fairpruner as fp

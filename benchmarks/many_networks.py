@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pages
-import runs
+from harness import pages, runs
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 OLD, UNTIL, EVERY = 20_000, 30_000, 1_000  # networks of the first row, of all rows, and of each later row

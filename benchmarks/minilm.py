@@ -20,10 +20,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pages
-import runs
+import harness.torchvision_shim  # noqa: F401 (transformers imports torchvision)
 import torch
-import torchvision_shim  # noqa: F401 (transformers imports torchvision)
+from harness import pages, runs
 from peers import PACKAGES, with_packages
 from torch import Tensor, nn
 from torch.nn import functional as F

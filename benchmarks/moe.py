@@ -14,10 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import moe_models
-import pages
-import runs
-from moe_models import MIXES, REMOVED, cell, plan_for
+from harness import pages, runs
+from nets import moe_models
+from nets.moe_models import MIXES, REMOVED, cell, plan_for
 
 import fairpruner as fp
 

@@ -15,11 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import moe_models
-import pages
-import runs
 import torch
-from moe_models import REMOVED, plan_for
+from harness import pages, runs
+from nets import moe_models
+from nets.moe_models import REMOVED, plan_for
 
 import fairpruner as fp
 

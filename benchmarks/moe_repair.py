@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import moe_models
-import pages
-import runs
-from moe_models import cell, plan_for
+from harness import pages, runs
+from nets import moe_models
+from nets.moe_models import cell, plan_for
 
 import fairpruner as fp
 from fairpruner.repair.experts import MOST_FEATURES

@@ -20,13 +20,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import moe_models
 import numpy as np
-import pages
-import runs
 import torch
+from harness import pages, runs
 from huggingface_hub import try_to_load_from_cache
-from moe_models import REMOVED, cell, plan_for
+from nets import moe_models
+from nets.moe_models import REMOVED, cell, plan_for
 from torch import Tensor, nn
 
 import fairpruner as fp

@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 
 import cifar_peers
 import cifar_recovery
-import pages
-import runs
-from peer_models import MODELS
+from harness import pages, runs
+from nets.peer_models import MODELS
 
 PEER = "Torch-Pruning"
 NAMES = {"default": "fp.prune", "paper": "the paper's method"}

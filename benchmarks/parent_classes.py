@@ -16,9 +16,8 @@ from typing import Any
 
 import imagenet
 import numpy as np
-import pages
-import runs
-from cifar_models import cifar10, resnet, some
+from harness import pages, runs
+from nets.cifar_models import cifar10, resnet, some
 
 import fairpruner as fp
 from fairpruner.core.correlation import spearman

@@ -25,10 +25,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pages
-import runs
 import torch
-from peer_models import MODELS, build
+from harness import pages, runs
+from nets.peer_models import MODELS, build
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 

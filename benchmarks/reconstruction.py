@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pages
-import runs
 import torch
+from harness import pages, runs
 
 from fairpruner.scoring.signals.reconstruction import greedy_errors
 

@@ -19,10 +19,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import harness.torchvision_shim  # noqa: F401 (transformers imports torchvision)
 import numpy as np
-import runs
 import torch
-import torchvision_shim  # noqa: F401 (transformers imports torchvision)
+from harness import runs
 from torch import Tensor, nn
 
 import fairpruner as fp

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pages
-import runs
-from cifar_models import cifar10, resnet, some
+from harness import pages, runs
+from nets.cifar_models import cifar10, resnet, some
 from taylor_order import units
 
 import fairpruner as fp

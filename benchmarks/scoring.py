@@ -23,14 +23,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pages
-import runs
 import torch
-from cifar_models import CifarResNet, cifar10
+from harness import pages, runs
+from harness.torchvision_shim import torchvision
+from nets.cifar_models import CifarResNet, cifar10
 from peers import PEERS, network_pruner_scores, with_packages
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torchvision_shim import torchvision
 
 import fairpruner as fp
 

@@ -24,12 +24,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import runs
 import torch
+from harness import runs
 from safetensors.torch import load_file, save_file
 
 with suppress(ModuleNotFoundError):
-    import torchvision_shim  # noqa: F401 (transformers imports torchvision where there is one)
+    from harness import torchvision_shim  # noqa: F401 (transformers imports torchvision where there is one)
 
 HERE = Path(__file__).parent
 PACKAGES = HERE / ".peers"

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import latency
-import pages
-import runs
 import torch
+from harness import pages, runs
 
 import fairpruner as fp
 

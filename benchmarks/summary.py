@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from statistics import mean
 
-import pages
-import runs
+from harness import pages, runs
 
 HEAD = ("CIFAR-10, top-1", "FLOPs kept", "original", "the paper's method", "best by hand", "`fp.prune`")
 WAYS = ("paper", "by hand", "default")

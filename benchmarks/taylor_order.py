@@ -14,9 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pages
-import runs
-from cifar_models import cifar10, resnet, some, top1
+from harness import pages, runs
+from nets.cifar_models import cifar10, resnet, some, top1
 from torch import nn
 
 import fairpruner as fp

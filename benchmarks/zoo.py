@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import runs
 import torch
-import zoo_models
+from harness import runs
+from nets import zoo_models
 from safetensors.torch import load_file, save_file
 
 import fairpruner as fp

@@ -19,7 +19,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
-import pages  # noqa: E402
+from harness import pages  # noqa: E402
 
 PAGES = {
     "README.md": "index.md",

@@ -15,8 +15,7 @@ import pytest
 from documents import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
-import pages
-import runs
+from harness import pages, runs
 
 SHOWN = [
     (name, document)

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 RESULTS = HERE / "results"
 DOCUMENTS = (
     HERE.parent / "README.md",

@@ -8,9 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import harness.torchvision_shim  # noqa: F401 (transformers imports torchvision)
 import numpy as np
 import torch
-import torchvision_shim  # noqa: F401  # so that transformers imports
 from torch import Tensor, nn
 from torch.nn import functional as F
 

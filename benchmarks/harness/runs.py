@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import pages
+from harness import pages
 
 Row = dict[str, Any]
 PACKAGES = ("fairpruner", "torch", "torchvision", "timm", "transformers", "onnxruntime", "openvino")

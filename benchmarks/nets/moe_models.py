@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+import harness.torchvision_shim  # noqa: F401 (transformers imports torchvision)
 import numpy as np
 import torch
-import torchvision_shim  # noqa: F401 (transformers imports torchvision)
 from routing import DOMAINS, LENGTH, VALIDATION, read_tokens
 from torch import Tensor, nn
 

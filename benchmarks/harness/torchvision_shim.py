@@ -1,5 +1,4 @@
-"""`from torchvision_shim import torchvision`: torchvision, also where its build came without the compiled
-box operators.
+"""`from harness.torchvision_shim import torchvision`: torchvision with or without its compiled operators.
 
 Import it before anything that imports torchvision. The missing operators are declared, and would fail
 only if called, which no classification model does.

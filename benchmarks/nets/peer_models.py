@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from cifar_models import CifarResNet
+from harness.torchvision_shim import torchvision
+from nets.cifar_models import CifarResNet
 from torch import Tensor, nn
-from torchvision_shim import torchvision
 
 Case = tuple[nn.Module, Any]  # a model, and an example of its input
 

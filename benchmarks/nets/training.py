@@ -6,9 +6,9 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import harness.torchvision_shim  # noqa: F401 (timm imports torchvision)
 import torch
-import torchvision_shim  # noqa: F401 (timm imports torchvision)
-from cifar_models import cifar10
+from nets.cifar_models import cifar10
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from torch.nn import functional as F

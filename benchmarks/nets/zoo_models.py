@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "tests"))
 
-from torchvision_shim import torchvision  # noqa: E402
-from zoo_topics import TOPICS  # noqa: E402
-from zoo_transformers import TRANSFORMERS  # noqa: E402
+from harness.torchvision_shim import torchvision  # noqa: E402
+from nets.zoo_topics import TOPICS  # noqa: E402
+from nets.zoo_transformers import TRANSFORMERS  # noqa: E402
 
 LIBRARIES = {
     "timm": ("timm",),
@@ -211,7 +211,7 @@ def _moe(name: str) -> Entry:
 
 
 def _diffusers(name: str) -> Entry:
-    from zoo_diffusers import DIFFUSERS
+    from nets.zoo_diffusers import DIFFUSERS
 
     return DIFFUSERS[name]
 
@@ -219,7 +219,7 @@ def _diffusers(name: str) -> Entry:
 def _diffusers_names() -> list[str]:
     if importlib.util.find_spec("diffusers") is None:
         return []
-    from zoo_diffusers import DIFFUSERS
+    from nets.zoo_diffusers import DIFFUSERS
 
     return list(DIFFUSERS)
 
@@ -243,13 +243,13 @@ def _yolo(name: str) -> Entry:
 def _graph_names() -> list[str]:
     if importlib.util.find_spec("torch_geometric") is None:
         return []
-    from zoo_graphs import GRAPHS
+    from nets.zoo_graphs import GRAPHS
 
     return list(GRAPHS)
 
 
 def _graph(name: str) -> Entry:
-    from zoo_graphs import GRAPHS
+    from nets.zoo_graphs import GRAPHS
 
     return GRAPHS[name]
 
