@@ -129,6 +129,8 @@ def page() -> str:
     """Accuracy and size by tolerance as Markdown, one table for each net."""
     stored, parts = runs.stored("ablation"), []
     for net in dict.fromkeys(row["net"] for row in stored):
+        measured = {row["way"] for row in stored if row["net"] == net}
+        ways = [way for way in WAYS if way in measured]
         lines = []
         for alpha in sorted(TOLERANCES):
             for what, title in WHAT.items():
@@ -138,11 +140,11 @@ def page() -> str:
                         for row in stored
                         if (row["net"], row["alpha"], row["way"]) == (net, alpha, way) and what in row
                     ]
-                    for way in WAYS
+                    for way in ways
                 }
                 if any(of_way.values()):
                     lines.append([f"{alpha:g}", title, *(pages.spread(values) for values in of_way.values())])
-        parts.append(pages.table([f"{net}, tolerance", "", *WAYS], lines))
+        parts.append(pages.table([f"{net}, tolerance", "", *ways], lines))
     what = "Curves: top-1 by the share of parameters removed, one for each way; random with its spread shaded"
     return "\n\n".join([*parts, pages.picture("ablation", what)] if parts else [pages.table([], [])])
 
