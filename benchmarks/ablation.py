@@ -25,7 +25,7 @@ import torch
 from cifar_peers import reestimated
 from harness import pages, runs
 from nets import training
-from nets.cifar_models import cifar10, some, top1
+from nets.images import cifar10, some, top1
 from peers import network_pruner_cut, network_pruner_scores
 from torch import nn
 

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from harness import pages, runs
-from nets.cifar_models import cifar10, resnet, some, top1
+from nets.images import cifar10, some, top1
+from nets.training import resnet
 from peers import PEERS, network_pruner_cut, network_pruner_scores, with_packages
 from torch import Tensor, nn
 

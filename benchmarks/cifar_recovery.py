@@ -19,8 +19,8 @@ import cifar_peers
 import torch
 from cifar_peers import BUDGETS
 from harness import pages, runs
-from nets.cifar_models import cifar10, resnet, top1
-from nets.training import CACHE
+from nets.images import CACHE, cifar10, top1
+from nets.training import resnet
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 from harness import pages, runs
-from nets.cifar_models import cifar10, resnet, some, top1
+from nets.images import cifar10, some, top1
+from nets.training import resnet
 
 import fairpruner as fp
 

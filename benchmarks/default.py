@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 from harness import pages, runs
-from nets.cifar_models import cifar10, resnet, some, top1
+from nets.images import cifar10, some, top1
+from nets.training import resnet
 from torch import Tensor, nn
 
 import fairpruner as fp

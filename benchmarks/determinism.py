@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 import torch
 from harness import pages, runs
-from nets.cifar_models import cifar10, resnet
+from nets.images import cifar10
+from nets.training import resnet
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 

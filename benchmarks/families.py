@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from cifar_peers import reestimated
 from harness import pages, runs
 from nets import training
-from nets.cifar_models import cifar10, some, top1
+from nets.images import cifar10, some, top1
 from peers import PEERS, with_packages
 from torch import Tensor, nn
 

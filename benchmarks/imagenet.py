@@ -9,7 +9,6 @@ after sequential repair; the default of `fp.prune`. EfficientNet-Lite0 comes fro
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -17,14 +16,14 @@ from typing import Any
 
 import torch
 from harness import pages, runs
-from latency import resnet50
+from nets.imagenet_models import pixels_of, resnet50
+from nets.images import imagenet_sample
 from peers import with_packages
 from torch import Tensor, nn
 
 import fairpruner as fp
 from fairpruner.pipeline.search.candidates import is_stream
 
-RESNET_MEAN = (123.68, 116.779, 103.939)  # of 0 to 255
 WAYS = ("paper", "by hand", "default")
 Row = dict[str, Any]
 Batches = list[tuple[Tensor, Tensor]]
@@ -53,14 +52,10 @@ def original(net: str, shared: Path) -> nn.Module:
 @cache
 def images(net: str, count: int, shared: Path) -> tuple[Batches, Batches]:
     """Batches to calibrate with, and batches to count on."""
-    sys.path.insert(0, str(shared / "data"))
-    from load import imagenet_sample  # type: ignore[import-not-found]
-
-    pixels, labels, _ = imagenet_sample()
-    x = torch.from_numpy(pixels[: 2 * count, 16:240, 16:240]).permute(0, 3, 1, 2).float()
+    x, y = (part[: 2 * count] for part in imagenet_sample(shared))
+    x = x[..., 16:240, 16:240]
     # Not the normalisation that the package of Lite0 documents: with this one more images are right.
-    x = x - torch.tensor(RESNET_MEAN).view(3, 1, 1) if net == "ResNet-50" else (x - 127) / 128
-    y = torch.from_numpy(labels[: 2 * count])
+    x = pixels_of(x) if net == "ResNet-50" else (x - 127) / 128
     halves = ((x[start::2].split(50), y[start::2].split(50)) for start in (0, 1))
     calibration, counted = (list(zip(*half, strict=True)) for half in halves)
     return calibration, counted

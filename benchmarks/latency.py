@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -25,8 +24,8 @@ os.environ.setdefault(
 import numpy as np
 import torch
 from harness import pages, runs
-from harness.torchvision_shim import torchvision
-from safetensors.torch import load_file
+from nets.imagenet_models import pixels_of, resnet50
+from nets.images import imagenet_sample
 from torch import nn
 
 import fairpruner as fp
@@ -39,22 +38,6 @@ KEEP, PAPER = 0.472, {1: 1.34, 4: 1.41, 8: 1.37}
 IMAGES, SIDE, REPEATS = 64, 224, 20
 Row = dict[str, Any]
 BUDGETS = ((0.8, "auto"), (0.7, 1), (0.6, "auto"), (0.6, 1))  # of latency, with widths in these multiples
-
-
-def resnet50(shared: Path) -> nn.Module:
-    """The weights' own ResNet-50: strides on the first convolution of a block, and their epsilon."""
-    model = torchvision.models.resnet50()
-    for stage in (model.layer2, model.layer3, model.layer4):
-        stage[0].conv1.stride, stage[0].conv2.stride = (2, 2), (1, 1)
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.eps = 1e-3
-    weights = {
-        name: tensor.float()
-        for name, tensor in load_file(shared / "weights" / "imagenet_resnet50_fp16.safetensors").items()
-    }
-    model.load_state_dict(weights, strict=False)
-    return model.eval()
 
 
 def random_weights(source: str) -> nn.Module:
@@ -86,16 +69,11 @@ def cases(quick: bool) -> Iterator[Row]:
 @cache
 def scored(name: str, shared: Path) -> tuple[nn.Module, fp.Scores]:
     """A model and its scores, from one calibration pass over 64 images."""
-    sys.path.insert(0, str(shared / "data"))
-    from load import imagenet_sample  # type: ignore[import-not-found]
-
-    pixels, labels, _ = imagenet_sample()
-    chosen = np.arange(0, 1000, 1000 // IMAGES)[:IMAGES]
+    images, labels = imagenet_sample(shared)
+    chosen = torch.arange(0, 1000, 1000 // IMAGES)[:IMAGES]
     edge = (256 - SIDE) // 2
-    x = torch.from_numpy(pixels[chosen][:, edge:-edge, edge:-edge]).permute(
-        0, 3, 1, 2
-    ).float() - torch.tensor([123.68, 116.779, 103.939]).view(3, 1, 1)
-    data = list(zip(x.split(16), torch.from_numpy(labels[chosen]).split(16), strict=True))
+    x = pixels_of(images[chosen, :, edge:-edge, edge:-edge])
+    data = list(zip(x.split(16), labels[chosen].split(16), strict=True))
     model = MODELS[name](shared)
     return model, fp.score(model, data, spaces=fp.discover(model, x[:1]), removal="l1", protection="taylor")
 

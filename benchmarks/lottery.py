@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from harness import pages, runs
 from nets import training
-from nets.cifar_models import CifarResNet, cifar10, some, top1
+from nets.cifar_models import CifarResNet
+from nets.images import cifar10, some, top1
 from torch import Tensor, nn
 
 import fairpruner as fp
@@ -45,7 +46,7 @@ def started(seed: int, train: int, epochs: int, shared: Path) -> tuple[nn.Module
     torch.manual_seed(seed)
     images, labels = cifar10("train10k", shared)
     data = images[:train], labels[:train]
-    early = CifarResNet(1)
+    early = CifarResNet(8)
     training.train(early, data, 1, seed=seed)
     full = copy.deepcopy(early)
     training.train(full, data, epochs - 1, seed=seed)

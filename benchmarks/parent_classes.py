@@ -17,7 +17,8 @@ from typing import Any
 import imagenet
 import numpy as np
 from harness import pages, runs
-from nets.cifar_models import cifar10, resnet, some
+from nets.images import cifar10, some
+from nets.training import resnet
 
 import fairpruner as fp
 from fairpruner.core.correlation import spearman

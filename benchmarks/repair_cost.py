@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 from harness import pages, runs
-from nets.cifar_models import CifarResNet, cifar10, resnet, some, top1
+from nets.cifar_models import CifarResNet
+from nets.images import cifar10, some, top1
+from nets.training import resnet
 from torch import nn
 
 import fairpruner as fp
@@ -57,7 +59,7 @@ def _trained(depth: int, shared: Path) -> tuple[nn.Module, fp.Plan]:
 
 def _random(depth: int, shared: Path) -> tuple[nn.Module, fp.Plan]:
     torch.manual_seed(0)
-    model = CifarResNet((depth - 2) // 6).eval()
+    model = CifarResNet(depth).eval()
     spaces = fp.discover(model, torch.zeros(1, 3, 32, 32), skip=["conv1"])
     return model, fp.Plan.removing(spaces, {space.name: range(0, space.size, 2) for space in spaces})
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 from harness import pages, runs
-from nets.cifar_models import cifar10, resnet, some
+from nets.images import cifar10, some
+from nets.training import resnet
 from taylor_order import units
 
 import fairpruner as fp

@@ -26,7 +26,8 @@ from typing import Any
 import torch
 from harness import pages, runs
 from harness.torchvision_shim import torchvision
-from nets.cifar_models import CifarResNet, cifar10
+from nets.cifar_models import CifarResNet
+from nets.images import cifar10, imagenet_sample
 from peers import PEERS, network_pruner_scores, with_packages
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -90,17 +91,13 @@ def net_of(name: str) -> nn.Module:
     if name.startswith("VGG"):  # with one linear map on its 512 features
         features = torchvision.models.get_model(name.lower().replace("-", "_"), weights=None).features
         return nn.Sequential(*features, nn.Flatten(), nn.Linear(512, 10)).eval()
-    return CifarResNet((int(name.rpartition("-")[2]) - 2) // 6).eval()
+    return CifarResNet(int(name.rpartition("-")[2])).eval()
 
 
 def data_of(case: Row, shared: Path) -> Batches:
     """Batches of real images; the label of an image is its number modulo the classes."""
     if case["model"] == "DeiT-S":
-        sys.path.insert(0, str(shared / "data"))
-        from load import imagenet_sample  # type: ignore[import-not-found]
-
-        pixels = imagenet_sample()[0][: case["images"], 16:240, 16:240]
-        inputs, batch = torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 127.5 - 1, 32
+        inputs, batch = imagenet_sample(shared)[0][: case["images"], :, 16:240, 16:240] / 127.5 - 1, 32
     else:
         inputs, batch = cifar10("train10k", shared)[0][: case["images"]], 128
     labels = torch.arange(len(inputs)) % case.get("classes", 10)

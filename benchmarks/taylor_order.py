@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from harness import pages, runs
-from nets.cifar_models import cifar10, resnet, some, top1
+from nets.images import cifar10, some, top1
+from nets.training import resnet
 from torch import nn
 
 import fairpruner as fp

@@ -21,7 +21,8 @@ import fairpruner as fp
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
-from nets.cifar_models import cifar10, resnet, some  # noqa: E402
+from nets.images import cifar10, some  # noqa: E402
+from nets.training import resnet  # noqa: E402
 
 PICTURE = ROOT / "docs" / "images" / "report.png"
 SAMPLES = 1000

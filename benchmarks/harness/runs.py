@@ -5,8 +5,9 @@ telling row first; a quick run has fewer and smaller cases. `measure(case, share
 of the row. `page()` makes Markdown of the stored rows; if it has a `pages.picture`, `plot()` makes that
 figure with matplotlib.
 
-Each row is stored as soon as it is measured, with the processor time it took and the number of its run;
-a run records its command, date, machine and versions. Quick runs are stored apart and fill no document.
+Each row is stored as soon as it is measured, with the processor time it took and the number of its run. A
+run records its command, date, machine, versions and where the data came from. Quick runs are stored apart
+and fill no document.
 """
 
 from __future__ import annotations
@@ -36,7 +37,12 @@ def main(module: ModuleType, arguments: list[str]) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--quick", action="store_true", help="a few minutes, stored apart from the results")
-    parser.add_argument("--shared", type=Path, default=Path("../shared"), help="folder with data and weights")
+    parser.add_argument(
+        "--shared",
+        type=Path,
+        default=Path("../shared"),
+        help="folder with data and weights; without it, torchvision downloads what it has",
+    )
     parser.add_argument("--table", action="store_true", help="measure nothing, only make the page anew")
     parser.add_argument(
         "--only", action="append", default=[], metavar="FIELD=VALUE", help="measure only these rows"
@@ -74,6 +80,7 @@ def run(module: ModuleType, cases: list[Row], shared: Path, command: str) -> Non
         "command": command,
         "date": datetime.now(timezone.utc).isoformat(timespec="minutes"),
         "machine": f"{machine()}, {torch.get_num_threads()} threads",
+        "data": "shared folder" if shared.is_dir() else "downloaded by torchvision",
     }
     start = time.perf_counter()
     for number, case in enumerate(missing, 1):

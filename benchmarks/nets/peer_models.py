@@ -131,7 +131,7 @@ MODELS: dict[str, Callable[[], Case]] = {
     "ShuffleNetV2": _vision("shufflenet_v2_x0_5"),
     "ConvNeXt-T": _vision("convnext_tiny"),
     "ViT-B/16": _vision("vit_b_16", 224),
-    "CIFAR ResNet-56, option A": lambda: (CifarResNet(9), torch.randn(2, 3, 32, 32)),
+    "CIFAR ResNet-56, option A": lambda: (CifarResNet(56), torch.randn(2, 3, 32, 32)),
     "chunk and concatenation (C2f)": _net(SplitJoin),
     "channel shuffle": _net(ChannelShuffle),
     "PixelShuffle": _net(Upscaling),

@@ -1,20 +1,21 @@
-"""Nets for CIFAR-10 that are trained here and kept outside the repository: no weights are to be had."""
+"""Nets for CIFAR-10: with the shared weights, or trained here and kept in the cache of the user."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import harness.torchvision_shim  # noqa: F401 (timm imports torchvision)
 import torch
-from nets.cifar_models import cifar10
-from safetensors.torch import load_model, save_model
+from nets.cifar_models import CifarResNet
+from nets.images import CACHE, cifar10
+from safetensors.torch import load_file, load_model, save_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "fairpruner-benchmarks"
 VGG16 = (64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512, 0)  # 0 is a pooling
+RESNET_EPOCHS = 30  # without shared weights
 
 
 def vgg16_bn() -> nn.Module:
@@ -116,6 +117,8 @@ def deit() -> nn.Module:
 
 
 NETS: dict[str, Callable[[], nn.Module]] = {
+    "ResNet-20": partial(CifarResNet, 20),
+    "ResNet-56": partial(CifarResNet, 56),
     "VGG-16-BN": vgg16_bn,
     "AlexNet": alexnet,
     "DenseNet-40": densenet40,
@@ -163,3 +166,13 @@ def trained(name: str, split: str, count: int, epochs: int, shared: Path) -> nn.
     CACHE.mkdir(parents=True, exist_ok=True)
     save_model(net, path)
     return net
+
+
+def resnet(depth: int, shared: Path) -> nn.Module:
+    """ResNet-20 or ResNet-56 with the shared weights, or trained here where there are none."""
+    path = shared / "weights" / f"cifar10_resnet{depth}.safetensors"
+    if not path.exists():
+        return trained(f"ResNet-{depth}", "train", 50_000, RESNET_EPOCHS, shared)
+    model = CifarResNet(depth)
+    model.load_state_dict(load_file(path))
+    return model.eval()
