@@ -107,6 +107,13 @@ def test_a_quick_run_is_stored_apart(bench: Any) -> None:
     assert pages.RESULTS.name == "quick"
 
 
+def test_a_shared_folder_that_is_not_there_is_refused(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        runs.main(bench, ["--shared", "nowhere"])
+    assert "--shared nowhere is no folder" in capsys.readouterr().err
+    assert bench.measured == []
+
+
 def test_rows_can_be_chosen(bench: Any) -> None:
     runs.main(bench, ["--only", "of=1"])
     assert bench.measured == [1]

@@ -40,14 +40,16 @@ def main(module: ModuleType, arguments: list[str]) -> None:
     parser.add_argument(
         "--shared",
         type=Path,
-        default=Path("../shared"),
-        help="folder with data and weights; without it, torchvision downloads what it has",
+        help="folder with data and weights, ../shared if there is one; else torchvision downloads what it has",
     )
     parser.add_argument("--table", action="store_true", help="measure nothing, only make the page anew")
     parser.add_argument(
         "--only", action="append", default=[], metavar="FIELD=VALUE", help="measure only these rows"
     )
     options = parser.parse_args(arguments)
+    if options.shared and not options.shared.is_dir():
+        parser.error(f"--shared {options.shared} is no folder. Name one, or leave the option out.")
+    shared = options.shared or Path("../shared")
     if options.quick:
         pages.RESULTS = pages.RESULTS / "quick"
     if hasattr(module, "cases") and not options.table:
@@ -59,7 +61,7 @@ def main(module: ModuleType, arguments: list[str]) -> None:
             *["--quick"] * options.quick,
             *(f"--only {field}" for field in options.only),
         ]
-        run(module, cases, options.shared, "python -m benchmarks " + " ".join(words))
+        run(module, cases, shared, "python -m benchmarks " + " ".join(words))
     text = module.page()
     if options.quick:
         print(text)
