@@ -40,7 +40,7 @@ def main(module: ModuleType, arguments: list[str]) -> None:
     parser.add_argument(
         "--shared",
         type=Path,
-        help="folder with data and weights, ../shared if there is one; else torchvision downloads what it has",
+        help="folder with data and weights; without one, torchvision downloads what it has",
     )
     parser.add_argument("--table", action="store_true", help="measure nothing, only make the page anew")
     parser.add_argument(
