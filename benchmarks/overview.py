@@ -78,7 +78,7 @@ def _recovered() -> list[str] | None:
     found = [line for line in cifar_recovery.lines() if line.keep == cifar_peers.BUDGETS[0]]
     ours, theirs = (
         [
-            (mean(line.after[epochs]), line.way)
+            (mean(line.after[epochs]), line.way.partition(",")[0])
             for line in found
             if (line.library == PEER) is peer and line.after[epochs]
         ]
@@ -87,8 +87,8 @@ def _recovered() -> list[str] | None:
     if not (ours and theirs):
         return None
     return [
-        f"The same after {epochs} epochs of training",
-        f"**{max(ours)[0]:.2f} %** ({max(ours)[1]})",
+        f"The same after {epochs} epochs of the same training",
+        f"**{max(ours)[0]:.2f} %** ({NAMES[max(ours)[1]]})",
         f"{PEER} {max(theirs)[0]:.2f} % ({max(theirs)[1]})",
         "`cifar_recovery`",
     ]
