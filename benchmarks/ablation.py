@@ -157,7 +157,8 @@ def plot() -> Any:
     nets = list(dict.fromkeys(row["net"] for row in stored))
     figure = Figure(figsize=(4.5 * len(nets), 3.6), layout="constrained")
     for axes, net in zip(figure.subplots(1, len(nets), squeeze=False)[0], nets, strict=True):
-        for way in WAYS:
+        for number, way in enumerate(WAYS):
+            color = f"C{number}"  # the same in both panels
             rows = [row for row in stored if (row["net"], row["way"]) == (net, way) and "top1" in row]
             if not rows:
                 continue
@@ -165,9 +166,9 @@ def plot() -> Any:
             of_alpha = [group for group in of_alpha if group]
             removed = [100 * (1 - mean(row["params_kept"] for row in group)) for group in of_alpha]
             top = [[row["top1"] for row in group] for group in of_alpha]
-            (line,) = axes.plot(removed, [mean(values) for values in top], "o-", markersize=3, label=way)
+            axes.plot(removed, [mean(values) for values in top], "o-", color=color, markersize=3, label=way)
             lowest, highest = [min(values) for values in top], [max(values) for values in top]
-            axes.fill_between(removed, lowest, highest, color=line.get_color(), alpha=0.2)
+            axes.fill_between(removed, lowest, highest, color=color, alpha=0.2)
         axes.set(title=net, xlabel="parameters removed, %", ylabel="top-1 after the cut, %")
     axes.legend(fontsize="small")
     return figure
