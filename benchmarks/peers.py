@@ -255,7 +255,8 @@ def words(row: Row) -> str:
 
 def page() -> str:
     """Models by libraries as Markdown."""
-    found = {(row["model"], row["library"]): words(row) for row in runs.stored("peers")}
-    measured = [name for name in MODELS if any((name, tool) in found for tool in TOOLS)]
+    found = {(name, "network-pruner 2.16"): "takes classifiers only" for name in NO_CLASSIFIERS}
+    found |= {(row["model"], row["library"]): words(row) for row in runs.stored("peers")}
+    measured = [name for name in MODELS if (name, "fairpruner") in found]
     lines = [[name, *(found.get((name, tool), "") for tool in TOOLS)] for name in measured]
     return pages.table(["model", *TOOLS], lines)
