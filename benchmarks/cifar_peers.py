@@ -279,7 +279,7 @@ def page() -> str:
             wanted = {"keep": keep, "library": library, "way": way, **more}
             chosen = [row for row in found if wanted.items() <= row.items()]
             if chosen and "note" in chosen[0]:
-                lines.append([library, title, "", f"fails: {chosen[0]['note'].partition('.')[0]}", ""])
+                lines.append([library, title, "", f"fails with a {chosen[0]['note'].partition(':')[0]}", ""])
             elif chosen:
                 kept = pages.spread([row["flops_kept"] for row in chosen][:1], 3)
                 accuracies = (
