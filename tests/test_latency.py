@@ -402,6 +402,24 @@ def test_a_model_whose_operations_depend_on_its_input_is_refused() -> None:
         )
 
 
+class OftenNarrow(nn.Module):
+    """One more matrix product where the first layer is narrow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.head = nn.Linear(6, 16), nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.wide(x).relu())
+        return out + 0 * (x @ x.T).sum() if self.wide.weight.shape[0] < 10 else out
+
+
+def test_a_model_whose_operations_depend_on_its_widths_is_refused() -> None:
+    model, example = OftenNarrow(), torch.ones(1, 6)
+    with pytest.raises(fp.FairprunerError, match="ran 2 to 3 operations at different widths"):
+        fp.latency_table(model, example, fp.discover(model, example), repeats=1)
+
+
 @pytest.mark.usefixtures("no_clock")
 def test_the_command_line_plans_by_latency_without_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -19,6 +19,7 @@ from fairpruner.core.spaces import Spaces
 from fairpruner.core.trials import Trial
 from fairpruner.core.units import UnitSpace
 from fairpruner.errors import FairprunerError
+from fairpruner.terminal.text import text_table
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +56,11 @@ class Plan:
                     f"The plan removes {lost.tolist()} units from the groups of space {space.name!r},"
                     " expected equally many from each."
                 )
+
+    def __repr__(self) -> str:
+        kept = self.kept
+        rows = [(s.name, s.kind, f"{s.size:,}", f"{kept[s.name]:,}") for s in self.spaces]
+        return f"Plan: {describe_plan(self)}\n{text_table(('space', 'kind', 'units', 'kept'), rows)}"
 
     @property
     def depths(self) -> dict[str, int]:

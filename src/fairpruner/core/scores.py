@@ -60,6 +60,11 @@ class Scores:
                         f" {name!r}, expected float64[2, {self.spaces[name].size}]."
                     )
 
+    def __repr__(self) -> str:
+        removal, protection = (", ".join(signals) for signals in (self.removals, self.protections))
+        made = f"removal {removal}; protection {protection}; {self.samples:,} samples"
+        return f"Scores: {made}\n{self.spaces!r}"
+
     @property
     def removal(self) -> Mapping[str, Floats]:
         """Space -> scores of the active removal signal, [J]."""

@@ -14,6 +14,7 @@ from fairpruner.core.fields import field, listed, mapped, text, whole
 from fairpruner.core.sealed import Json
 from fairpruner.core.units import KINDS, MOST_UNITS, Slice, UnitSpace
 from fairpruner.errors import FairprunerError, unknown
+from fairpruner.terminal.text import text_table
 
 MOST_NUMBERS = 2**27  # in all the vectors of a file together, a gigabyte
 
@@ -42,6 +43,12 @@ class Spaces:
 
     def __len__(self) -> int:
         return len(self.items)
+
+    def __repr__(self) -> str:
+        table = text_table(("space", "kind", "units"), [(s.name, s.kind, f"{s.size:,}") for s in self])
+        left = f"\nleft out: {len(self.left_out)}, with reasons in `left_out`" if self.left_out else ""
+        units = sum(space.size for space in self)
+        return f"Spaces: {len(self)} with {units:,} units\n{table}{left}"
 
     @overload
     def __getitem__(self, key: str) -> UnitSpace: ...

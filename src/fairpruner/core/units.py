@@ -163,6 +163,9 @@ class UnitSpace:
     replaced: tuple[Replacement, ...] = ()  # the modules of residual blocks
     norms: tuple[Norm, ...] = ()  # of the residual stream
 
+    def __repr__(self) -> str:
+        return f"UnitSpace(name={self.name!r}, kind={self.kind!r}, size={self.size})"
+
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise unknown("kind", self.kind, KINDS)

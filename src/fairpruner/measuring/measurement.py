@@ -6,12 +6,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
-from io import StringIO
 from typing import TYPE_CHECKING, Any
 
 from fairpruner.core.marks import MEASUREMENT, mark
 from fairpruner.measuring.table import measurement_tables
 from fairpruner.measuring.values import Quantity, Timing
+from fairpruner.terminal.tables import printed
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -54,8 +54,4 @@ class Measurement:
     def __repr__(self) -> str:
         if find_spec("rich") is None:
             return json.dumps(self.to_json(), indent=1)
-        from rich.console import Console
-
-        text = StringIO()
-        Console(file=text, width=140, markup=False).print(self)
-        return text.getvalue().rstrip()
+        return printed(self)

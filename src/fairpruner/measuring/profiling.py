@@ -73,11 +73,8 @@ def latency_table(
             progress=progress or (lambda done, rounds: None),
         )
     if parts.shape[1] != len(terms):
-        raise FairprunerError(
-            f"{type(model).__name__} ran {parts.shape[1]} operations when it was timed and {len(terms)} when"
-            " it was traced. Its operations depend on its input, so no latency table can be made: measure"
-            " cut models with fp.measure instead."
-        )
+        timed = f"{parts.shape[1]} operations when it was timed and {len(terms)} when it was traced"
+        raise _no_table(model, timed)
     # Timing single operations slows them down, so their sum is scaled to the time of the whole model.
     parts *= (whole / parts.sum(axis=1))[:, None]
     lengths = Lengths(factors, spaces, orders).kept(depths)  # [F, T]
@@ -111,6 +108,13 @@ def _check(model: nn.Module, spaces: Spaces, batch_size: int, runtime: str, repe
         )
     check_whole_number("batch_size", batch_size)
     check_whole_number("repeats", repeats)
+
+
+def _no_table(model: nn.Module, ran: str) -> FairprunerError:
+    return FairprunerError(
+        f"{type(model).__name__} ran {ran}. Its operations depend on its input or its widths, so no latency"
+        " table can be made: measure cut models with fp.measure instead."
+    )
 
 
 def _trials(spaces: Spaces) -> tuple[list[Ints], Ints]:
@@ -190,6 +194,9 @@ def _times(
             progress(done, repeats)
     rounds = rounds[1:]  # the first round was a warm-up
     whole = np.array([[milliseconds for milliseconds, _ in pairs] for pairs in rounds])  # [R, T]
+    counts = sorted({len(operations) for pairs in rounds for _, operations in pairs})
+    if len(counts) > 1:
+        raise _no_table(models[0], f"{counts[0]} to {counts[-1]} operations at different widths")
     parts = np.array([[operations for _, operations in pairs] for pairs in rounds])  # [R, T, O]
     return _typical(whole), _typical(parts)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from io import StringIO
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -42,6 +43,15 @@ def stacked(*parts: RenderableType) -> Group:
     from rich.console import Group
 
     return Group(*parts)
+
+
+def printed(content: RenderableType) -> str:
+    """What rich prints, as text."""
+    from rich.console import Console
+
+    text = StringIO()
+    Console(file=text, width=140, markup=False).print(content)
+    return text.getvalue().rstrip()
 
 
 def amount(value: float) -> str:
