@@ -55,7 +55,7 @@ def images(net: str, count: int, shared: Path) -> tuple[Batches, Batches]:
     x, y = (part[: 2 * count] for part in imagenet_sample(shared))
     x = x[..., 16:240, 16:240]
     # Not the normalisation that the package of Lite0 documents: with this one more images are right.
-    x = pixels_of(x) if net == "ResNet-50" else (x - 127) / 128
+    x = pixels_of(x) if net == "ResNet-50" else (x.float() - 127) / 128
     halves = ((x[start::2].split(50), y[start::2].split(50)) for start in (0, 1))
     calibration, counted = (list(zip(*half, strict=True)) for half in halves)
     return calibration, counted

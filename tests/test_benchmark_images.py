@@ -62,7 +62,7 @@ def test_imagenette_stands_in_for_imagenet(tmp_path: Path, cache: Path) -> None:
     assert x.shape == (118, 3, 256, 256)  # at most 100 of a class
     assert y.unique().tolist() == list(images.IMAGENETTE)
     assert y.diff().ge(0).all()
-    assert abs(float(x[-1, 0].mean()) - 90) < 3  # values from 0 to 255, red first
+    assert abs(float(x[-1, 0].float().mean()) - 90) < 3  # values from 0 to 255, red first
 
 
 def test_downloaded_weights_read_pixels_as_the_shared_ones_do(
@@ -83,7 +83,7 @@ def test_downloaded_weights_read_pixels_as_the_shared_ones_do(
     original.double()
     pixels = torch.randint(0, 256, (1, 3, 64, 64)).double()
     with torch.no_grad():
-        found = model(imagenet_models.pixels_of(pixels))
+        found = model(imagenet_models.pixels_of(pixels).double())
         expected = original((pixels - imagenet_models.MEAN) / 255 / images.STD)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)  # the weights were divided in float32
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 from harness.torchvision_shim import torchvision
+from nets.images import STD
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 MEAN = torch.tensor((123.68, 116.779, 103.939)).view(3, 1, 1)  # of pixels from 0 to 255
-STD = torch.tensor((58.395, 57.12, 57.375)).view(3, 1, 1)  # by which torchvision's weights want them divided
 
 
 def resnet50(shared: Path) -> nn.Module:
@@ -21,7 +21,7 @@ def resnet50(shared: Path) -> nn.Module:
 
 def pixels_of(images: Tensor) -> Tensor:
     """What the model reads of images [N, 3, H, W] with values from 0 to 255."""
-    return images - MEAN
+    return images.float() - MEAN
 
 
 def _shared(path: Path) -> nn.Module:
@@ -40,5 +40,5 @@ def _downloaded() -> nn.Module:
     """The first convolution divides the pixels by their deviation."""
     model = torchvision.models.resnet50(weights="IMAGENET1K_V1").eval()
     with torch.no_grad():
-        model.conv1.weight /= STD
+        model.conv1.weight /= 255 * STD
     return model

@@ -33,10 +33,10 @@ def cifar10(split: str, shared: Path) -> tuple[Tensor, Tensor]:
 
 
 def imagenet_sample(shared: Path) -> tuple[Tensor, Tensor]:
-    """1,000 images [N, 3, 256, 256] with values from 0 to 255, and labels [N], class by class."""
+    """1,000 images [N, 3, 256, 256] of bytes, and labels [N], class by class."""
     reader = _reader(shared)
     images, labels = reader.imagenet_sample()[:2] if reader else _downloaded_imagenette()
-    return torch.from_numpy(images).permute(0, 3, 1, 2).float(), torch.from_numpy(labels)
+    return torch.from_numpy(images).permute(0, 3, 1, 2), torch.from_numpy(labels)
 
 
 def some(
