@@ -152,6 +152,11 @@ def test_every_reachable_share_and_count_is_given_back(scores: Scores, rule: str
             assert [p.predicted[metric] for p in again] == [plan.predicted[metric]] * 2
 
 
+def test_the_share_of_an_unknown_metric_is_refused() -> None:
+    with pytest.raises(FairprunerError, match="Unknown metric 'flop': did you mean 'flops'"):
+        allocate(random_scores([6], seed=0), alpha=0.1).share("flop")
+
+
 def test_shares_are_read_as_decimals() -> None:
     assert 0.29 * 50 < 14.5
     assert (

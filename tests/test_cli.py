@@ -220,6 +220,35 @@ def test_info_knows_every_kind_of_file(work: Path, path: str, word: str) -> None
     assert printed_json("info", path)["file"] == path
 
 
+def test_discover_takes_from_data_what_the_model_requires(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("pair.py").write_text(
+        """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right, self.out = nn.Linear(4, 6), nn.Linear(4, 5), nn.Linear(11, 2)
+
+    def forward(self, left, right):
+        return self.out(torch.cat([self.left(left).relu(), self.right(right).relu()], 1))
+
+def build():
+    return Net()
+
+def batches():
+    return [(torch.randn(8, 4), torch.randn(8, 4)) for _ in range(2)]
+""",
+        encoding="utf-8",
+    )
+    content = printed_json("discover", "pair.py:build", "--data", "pair.py:batches")
+    assert {space["size"] for space in content["spaces"]} == {5, 6}
+
+
 def test_a_zoos_model_knows_its_input_and_tells_that_its_weights_are_random(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -161,6 +161,25 @@ def test_a_list_that_computes_stays_what_it_is() -> None:
     assert (len(small[0].experts), small[0].experts.num_experts) == (9, 9)
 
 
+class ExpertChoice(PlainMoE):
+    """Each expert takes the tokens that it has the highest scores for, as many as any other."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self.router(x).softmax(-1).topk(len(x) // 4, dim=0)
+        for number, expert in enumerate(self.experts):
+            rows = chosen[:, number]
+            x = x.index_add(0, rows, expert(x[rows]) * weights[:, number, None])
+        return x
+
+
+def test_experts_that_choose_their_tokens_leave_with_their_flops() -> None:
+    model, example = nn.Sequential(ExpertChoice(), nn.LayerNorm(16)), torch.randn(16, 16)
+    spaces = fp.discover(model, example, kinds=["expert"])
+    plan = fp.Plan.removing(spaces, {"0": (1, 2, 10)})
+    small = fp.cut(model, plan)
+    assert fp.count_flops(small, example) == plan.predicted["flops"] < plan.original["flops"]
+
+
 def test_a_masked_model_can_be_copied_and_masked_again() -> None:
     model, example = moe("deepseek_v2"), tokens()
     spaces = fp.discover(model, example, kinds=["expert"])

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pretend_device import devices, spread
 from torch import nn
 from transformers_zoo import hugging_face, tokens
 from typer.testing import CliRunner
@@ -30,7 +31,7 @@ from fairpruner.measuring import (
     runtimes,
     stored_bytes,
 )
-from fairpruner.measuring.memory import peak_resident
+from fairpruner.measuring.memory import peak_gpu, peak_resident
 from fairpruner.measuring.timing import WARM_UP, batched, interleaved
 
 EXAMPLE = torch.rand(1, 1, 8, 8)
@@ -137,6 +138,30 @@ def test_every_runtime_computes_what_eager_computes(pair: tuple[nn.Module, nn.Mo
         found = run()
     found = found if isinstance(found, torch.Tensor) else torch.from_numpy(np.array(found[0]))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
+def test_runtimes_of_the_cpu_run_a_model_that_lies_on_a_device(runtime: str) -> None:
+    pytest.importorskip(runtime, reason=f"{runtime} is not installed")
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).eval()
+    example = torch.randn(2, 4)
+    with torch.no_grad():
+        expected = model(example)
+    with devices():
+        placed = spread(model, {"": "pretend:0"})
+        found = runtimes.prepared(runtime, placed, example.to("pretend:0"), 1)()
+        assert {p.device for p in placed.parameters()} == {torch.device("pretend:0")}
+    np.testing.assert_allclose(np.array(found[0]), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_memory_of_a_gpu_is_that_of_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another model of 1,000 bytes lies beside it, and the forward pass allocates 64 bytes."""
+    model = nn.Linear(4, 2)  # 40 bytes
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1040)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 1104)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    assert peak_gpu(model, torch.ones(1, 4)) == 40 + 64
 
 
 def test_a_runtime_that_is_missing_is_a_row_that_says_so(

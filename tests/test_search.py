@@ -133,8 +133,12 @@ SHUFFLING: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.parametrize("held", [2**30, 0], ids=["in memory", "read again"])
 @pytest.mark.parametrize("kind", list(SHUFFLING))
-def test_data_that_shuffles_has_the_same_parts_in_every_pass(kind: str) -> None:
+def test_data_that_shuffles_has_the_same_parts_in_every_pass(
+    kind: str, held: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fairpruner.pipeline.search.samples.MOST_HELD", held)
     data = SHUFFLING[kind]()
     before = torch.get_rng_state()
     fitting, judging = split(data, nn.Identity())
@@ -144,6 +148,45 @@ def test_data_that_shuffles_has_the_same_parts_in_every_pass(kind: str) -> None:
     assert torch.equal(torch.get_rng_state(), before)
     if kind == "subclass":
         assert all(torch.equal(inputs, 2 * labels[:, None]) for inputs, labels in judging)
+
+
+class Counted:
+    """Batches that count how often they are read; `refilled`: all in one tensor, one after the other."""
+
+    def __init__(self, batches: list[tuple[Tensor, Tensor]], *, refilled: bool = False) -> None:
+        self.batches, self.passes = batches, 0
+        self.tensor = torch.empty_like(batches[0][0]) if refilled else None
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        self.passes += 1
+        for inputs, labels in self.batches:
+            yield inputs if self.tensor is None else self.tensor.copy_(inputs), labels
+
+
+@pytest.mark.parametrize("refilled", [False, True])
+def test_the_parts_read_data_once_unless_a_tensor_is_filled_again(refilled: bool) -> None:
+    data = Counted(numbered([7, 7, 7]), refilled=refilled)
+    fitting, judging = split(data, nn.Identity())
+    for part in (fitting, judging):
+        for inputs, labels in part:
+            assert torch.equal(inputs[:, 0].long(), labels)
+    assert data.passes == (3 if refilled else 1)
+
+
+def test_data_larger_than_the_room_is_read_in_every_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fairpruner.pipeline.search.samples.MOST_HELD", 100)  # 12 bytes of each sample
+    data = Counted(numbered([7, 7, 7]))
+    fitting, judging = split(data, nn.Identity())
+    assert sorted(seen(fitting) + seen(judging)) == list(range(21))
+    assert data.passes == 3
+
+
+def test_a_search_reads_its_data_a_few_times() -> None:
+    model = nn.Sequential(nn.Linear(4, 12), nn.ReLU(), nn.Linear(12, 3))
+    data = Counted([(torch.randn(20, 4), torch.arange(20) % 3) for _ in range(3)])
+    _, plan = fp.prune(model, data, keep=fp.Budget("params", 0.5))
+    assert len(plan.tried) > 3
+    assert data.passes <= 6  # however many plans are tried
 
 
 def test_a_sampler_of_few_samples_stays_one() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from small_nets import NETS, batches, build, samples, space, spaces_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import fairpruner as fp
 from fairpruner.core.arrays import Floats
 from fairpruner.core.spaces import Spaces
 from fairpruner.core.units import Slice, UnitSpace
@@ -591,6 +593,31 @@ def test_saliency_sums_sizes_where_taylor_sums_signs() -> None:
         sizes = [(p.detach() * g).abs() for p, g in zip(own, slopes, strict=True)]
         expected += (sizes[0].sum(1) + sizes[1] + sizes[2].sum(0)) / len(data)
     np.testing.assert_allclose(found, expected.double().numpy() / (4 + 3), rtol=1e-5)  # MACs of a unit
+
+
+@pytest.mark.parametrize("metric", ["params", "flops"])
+def test_a_signal_per_flop_may_protect_under_any_budget(metric: str) -> None:
+    net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+    data = [(torch.randn(8, 4), torch.arange(8) % 3) for _ in range(2)]
+    for own in (fp.signals.Saliency(), fp.signals.Reconstruction(halves=True)):
+        scores = score(net, data, removal="l1", protection=own)
+        assert fp.allocate(scores, keep=fp.Budget(metric, 0.5)).share(metric) == pytest.approx(0.5, abs=0.1)
+
+
+def test_small_gradients_of_half_precision_are_not_lost() -> None:
+    """<activation, gradient> is a product of two small numbers, which in float16 alone would be 0."""
+    wide = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+    data = [(torch.rand(8, 4), torch.arange(8) % 3)]
+
+    def loss(output: Tensor, labels: Tensor) -> Tensor:
+        return 1e-4 * F.cross_entropy(output.float(), labels)
+
+    spaces = discover(wide, torch.zeros(1, 4))
+    asked: dict[str, Any] = {"spaces": spaces, "removal": "l1", "protection": "taylor2", "loss": loss}
+    expected = score(wide, data, **asked).protection["0"]
+    halved = [(x.half(), y) for x, y in data]
+    found = score(deepcopy(wide).half(), halved, **asked).protection["0"]
+    assert abs(found - expected).max() <= 0.02 * expected.max()
 
 
 class _Residual(nn.Module):

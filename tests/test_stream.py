@@ -71,6 +71,19 @@ def test_the_cut_model_is_the_full_one_with_zeroed_channels() -> None:
     assert "forward" not in vars(before)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_stream_is_found_in_narrow_types(dtype: torch.dtype) -> None:
+    """Their own rounding is larger than what tells an RMSNorm from a LayerNorm."""
+    model, x = network().to(dtype), torch.randn(5, 3).to(dtype)
+    assert fp.discover(model, x, kinds=["stream"])["stream"].size == 8
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.RMSNorm):
+            layer_norm = nn.LayerNorm(8, eps=1e-2, bias=False, dtype=dtype)
+            model.set_submodule(name, layer_norm)
+    spaces = fp.discover(model.eval(), x, kinds=["stream", "hidden"])
+    assert spaces.left_out["stream"] == NONE
+
+
 def test_cuts_of_a_stream_compose(tmp_path: Path) -> None:
     model, x = network(), torch.randn(5, 3).double()
     spaces = fp.discover(model, x, kinds=["stream", "hidden", "block"])

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 
 import fairpruner as fp
 
@@ -54,6 +56,19 @@ def lazy() -> nn.Module:
     return nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.Linear(8, 2))
 
 
+def divided() -> nn.Module:
+    """A tensor that this one process holds as its share of a group of one."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model = plain()
+        whole = distribute_tensor(model[0].weight.detach(), init_device_mesh("cpu", (1,)))
+        model[0].weight = nn.Parameter(whole)
+        return model
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "traced": (traced, r"The model \(TopLevelTracedModule\) is TorchScript, .* Give the Python module"),
     "scripted": (scripted, r"The model \(RecursiveScriptModule\) is TorchScript"),
@@ -65,6 +80,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "compiled": (compiled, r"The model \(OptimizedModule\) is compiled, .* Give the module it was made from"),
     "sparse": (sparse, r"The model's '0' \(Linear\) has a sparse tensor weight, .* Make it dense"),
     "lazy": (lazy, r"The model's '0' \(LazyLinear\) is lazy: its weight has no shape"),
+    "parallel": (
+        lambda: nn.DataParallel(plain()),
+        r"\(DataParallel\) divides its work .* Give the model inside",
+    ),
+    "divided": (divided, r"The model's '0' \(Linear\) has a tensor weight that is divided among processes"),
     "no module": (lambda: plain().forward, r"The model is of type method, expected a torch.nn.Module"),
 }
 
@@ -107,7 +127,7 @@ def test_load_refuses_an_architecture_that_it_could_not_fill(
     original = plain()
     plan = fp.Plan.removing(fp.discover(original, EXAMPLE), {"0": (1, 5)})
     fp.save(fp.cut(original, plan), plan, tmp_path / "folder")
-    with pytest.raises(fp.FairprunerError, match=r"expected|fixed|quantized|compiled|sparse|lazy"):
+    with pytest.raises(fp.FairprunerError, match=r"expected|fixed|quantized|compiled|sparse|lazy|divide"):
         fp.load(tmp_path / "folder", build=lambda: model)
 
 

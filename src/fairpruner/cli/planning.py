@@ -85,7 +85,7 @@ def discover(
     net = load_model(model, weights) if large is None else large.model
     if data is not None:
         data_options = DataOptions(samples=1, size=size, text_column=text_column, length=length)
-        example = example_of(data_options.read(model, net, data), torch.device("cpu"))
+        example = example_of(data_options.read(model, net, data), torch.device("cpu"), net)
     else:
         example = torch.rand(1, *parse_shape(shape)) if shape is not None else example_for(model, net)
         if example is None:

@@ -109,6 +109,28 @@ def metrics_of(spaces: Spaces) -> tuple[Metric, ...]:
     return METRICS + (("bytes",) if spaces.costs.bytes else ()) + (("experts",) if experts else ()) + more
 
 
+def unit_savings(spaces: Spaces, *metrics: Metric) -> dict[str, dict[Metric, Floats]]:
+    """What the model saves of some metrics by each unit alone, at least 1: space -> metric -> [1] or [J].
+
+    Only the units of residual blocks differ within a space.
+    """
+    table = CostTable(spaces, [np.arange(space.size) for space in spaces])
+    nothing = np.zeros(len(spaces), dtype=np.int64)
+    whole = {metric: table.totals(metric, nothing) for metric in metrics}
+    found = {}
+    for position, space in enumerate(spaces):
+        if space.kind == "block":
+            kept = [predict(spaces, {space.name: (unit,)}) for unit in range(space.size)]
+        else:
+            first = nothing.copy()
+            first[position] = 1
+            kept = [{metric: table.totals(metric, first) for metric in metrics}]
+        found[space.name] = {
+            metric: np.array([max(whole[metric] - left[metric], 1) for left in kept]) for metric in metrics
+        }
+    return found
+
+
 def predict(
     spaces: Spaces, removed: Mapping[str, Sequence[int]], latency: LatencyTable | None = None
 ) -> dict[str, float]:

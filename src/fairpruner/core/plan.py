@@ -18,7 +18,7 @@ from fairpruner.core.sealed import Json, read_json, write_json
 from fairpruner.core.spaces import Spaces
 from fairpruner.core.trials import Trial
 from fairpruner.core.units import UnitSpace
-from fairpruner.errors import FairprunerError
+from fairpruner.errors import FairprunerError, unknown
 from fairpruner.terminal.text import text_table
 
 
@@ -75,6 +75,8 @@ class Plan:
 
     def share(self, metric: str) -> float:
         """The kept share of a metric."""
+        if metric not in self.predicted:
+            raise unknown("metric", metric, self.predicted)
         return self.predicted[metric] / (self.original[metric] or 1)
 
     @staticmethod

@@ -12,7 +12,7 @@ import torch
 
 from fairpruner.core.arrays import Floats
 from fairpruner.core.budget import Metric
-from fairpruner.core.costs import CostTable, metrics_of, predict
+from fairpruner.core.costs import metrics_of, unit_savings
 from fairpruner.core.fields import field as required
 from fairpruner.core.fields import listed, mapped, text, whole
 from fairpruner.core.reading import understanding
@@ -113,13 +113,15 @@ class Scores:
         """
         if metric not in metrics_of(self.spaces) or metric == "flops":
             return self
-        factors = _flops_per(metric, self.spaces) if any(map(_kinds_per_flop, self.removals)) else {}
+        if not any(map(_kinds_per_flop, self.removals)):
+            return self
+        savings = unit_savings(self.spaces, "flops", metric)
 
         def converted(signals: Mapping[str, Mapping[str, Floats]]) -> dict[str, dict[str, Floats]]:
             return {
                 signal: {
-                    name: values * factors[name]
-                    if self.spaces[name].kind in _kinds_per_flop(signal)
+                    name: values * savings[name]["flops"] / savings[name][metric]
+                    if signal in self.removals and self.spaces[name].kind in _kinds_per_flop(signal)
                     else values
                     for name, values in by_space.items()
                 }
@@ -196,27 +198,6 @@ def _kinds_per_flop(signal: str) -> frozenset[Kind]:
     if "=" in signal:
         by_kind = {k: v for k, _, v in (part.partition("=") for part in signal.split("+")) if k in KINDS}
     return frozenset(kind for kind, name in by_kind.items() if name in PER_FLOP)
-
-
-def _flops_per(metric: Metric, spaces: Spaces) -> dict[str, Floats]:
-    """The FLOPs that each unit saves, divided by what it saves of a metric, at least 1: space -> [1] or [J].
-
-    Only the units of residual blocks differ within a space.
-    """
-    table = CostTable(spaces, [np.arange(space.size) for space in spaces])
-    whole = predict(spaces, {})
-    found = {}
-    for position, space in enumerate(spaces):
-        if space.kind == "block":
-            left = [predict(spaces, {space.name: (unit,)}) for unit in range(space.size)]
-        else:
-            one = np.eye(len(spaces), dtype=np.int64)[position]  # depth 1 in this space
-            left = [{of: table.totals(of, one) for of in ("flops", metric)}]
-        flops, amounts = (
-            np.array([max(whole[of] - kept[of], 1) for kept in left]) for of in ("flops", metric)
-        )
-        found[space.name] = flops / amounts
-    return found
 
 
 def _with_first(

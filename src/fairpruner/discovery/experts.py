@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from fairpruner.core.units import UnitSpace
 
@@ -35,11 +35,15 @@ class ExpertLists:
             for number, expert in enumerate(listed)
         }
         self._inputs: dict[tuple[str, int], Any] = {}
+        self._rows: dict[tuple[str, int], int] = {}  # that each expert was called with
 
     def entered(self, module: nn.Module, inputs: Any) -> None:
         """Note that a module was called with these inputs."""
         if id(module) in self._places and inputs:
-            self._inputs[self._places[id(module)]] = inputs[0]
+            place = self._places[id(module)]
+            self._inputs[place] = inputs[0]
+            rows = inputs[0].shape[:-1].numel() if isinstance(inputs[0], Tensor) else 0
+            self._rows[place] = self._rows.get(place, 0) + rows
 
     def running(self, modules: Sequence[nn.Module]) -> tuple[str, int] | None:
         """The list and the number of the expert among the running modules."""
@@ -53,3 +57,7 @@ class ExpertLists:
         """
         inputs = [self._inputs.get((name, number)) for number in range(len(self.lists[name]))]
         return inputs[0] is not None and all(x is inputs[0] for x in inputs)
+
+    def rows(self, name: str) -> list[int]:
+        """How many rows each expert of a list was called with."""
+        return [self._rows.get((name, number), 0) for number in range(len(self.lists[name]))]

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from fairpruner.core.units import Norm, UnitSpace
 from fairpruner.models.calling import call_checked, evaluating
+from fairpruner.models.copying import deep_copy
+from fairpruner.models.devices import in_float64
 from fairpruner.models.torch_private import hooked_modules
 
 STREAM = "stream"  # the name of the space
@@ -53,11 +55,15 @@ def _as_norm(path: str, module: nn.Module, source: Tensor, output: Any) -> Norm 
     epsilon = next((name for name in EPSILONS if isinstance(vars(module).get(name), float)), None)
     if epsilon is None or output.shape != source.shape:
         return None
-    wide = source.double()
+    if torch.finfo(output.dtype).eps > TOLERANCE:  # its own rounding would hide what it computes
+        source = source.float()
+        output = deep_copy(module).float()(source)
+    wide = in_float64(source)
     scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + getattr(module, epsilon))
     for offset in (0, 1):
-        expected = scaled * (offset + weight.double())
-        if (expected - output.double()).abs().max() <= TOLERANCE * expected.abs().max().clamp_min(TOLERANCE):
+        expected = scaled * (offset + in_float64(weight))
+        error = (expected - in_float64(output)).abs().max()
+        if error <= TOLERANCE * expected.abs().max().clamp_min(TOLERANCE):
             return Norm(path, epsilon, offset)
     return None
 

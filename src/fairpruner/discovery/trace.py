@@ -13,6 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from fairpruner.core.arrays import Ints
+from fairpruner.core.tod import removal_order
 from fairpruner.core.units import UnitSpace
 from fairpruner.discovery.experts import ExpertLists
 from fairpruner.discovery.ids import Axis, Partition
@@ -21,6 +22,7 @@ from fairpruner.discovery.recurrent import tie_recurrent
 from fairpruner.discovery.rules import FOLLOW_BUFFERS, Operation, rule_for
 from fairpruner.errors import FairprunerError
 from fairpruner.models.calling import call_checked, evaluating, output_tensors
+from fairpruner.models.narrowing import cut_units
 from fairpruner.models.recurrence import plain_recurrence
 from fairpruner.models.torch_private import (
     TorchDispatchMode,
@@ -141,10 +143,15 @@ def _trace(
     tie_recurrent(recorder, model)
     recorder.algebra.settle_rest()
     partition = recorder.ids.partition()
+    apart = [
+        name
+        for name in lists.lists
+        if lists.all_see_all(name) or _each_takes_its_own(model, examples[0], lists, experts, name)
+    ]
     one_unit = (path for path, ids in recorder.suspects if np.unique(partition.roots[ids]).size == 1)
     return Trace(
         partition,
-        tuple(_shared_out(cost, lists, axes) for cost in costs),
+        tuple(_shared_out(cost, apart, axes) for cost in costs),
         tuple(recorder.size_attributes),
         tuple(recorder.unmet(model)),
         tuple(recorder.random),
@@ -152,13 +159,38 @@ def _trace(
     )
 
 
-def _shared_out(cost: OperationCost, lists: ExpertLists, axes: dict[str, Axis]) -> OperationCost:
-    """The cost of one operation; that of an expert that sees all tokens is 0 without this expert.
+def _each_takes_its_own(
+    model: nn.Module, example: Any, lists: ExpertLists, spaces: Sequence[UnitSpace], name: str
+) -> bool:
+    """Whether the experts of a list see as many tokens as before when one is removed.
+
+    So it is where experts choose their tokens. It is tried if all of them saw equally many.
+    """
+    rows = lists.rows(name)
+    if not rows[0] or len(set(rows)) > 1:
+        return False
+    space = next(space for space in spaces if any(part.tensor == name for part in space.slices))
+    small = cut_units(model, [space], {space.name: _one_of_each_group(space)})
+    fewer = ExpertLists(small, [space])
+    try:
+        with evaluating(small), torch.no_grad(), _watching_modules(Recorder(small, fewer, ()), fewer):
+            call_checked(small, example)
+    except FairprunerError:  # the model needs all of its experts
+        return False
+    return set(fewer.rows(name)) == set(rows)
+
+
+def _one_of_each_group(space: UnitSpace) -> Ints:
+    return removal_order(np.arange(space.size), space.groups)[: space.groups]
+
+
+def _shared_out(cost: OperationCost, apart: Sequence[str], axes: dict[str, Axis]) -> OperationCost:
+    """The cost of one operation; that of an expert with tokens of its own is 0 without this expert.
 
     Where each token goes to some experts only, the others take over the tokens of a removed expert, and the
     cost does not change.
     """
-    if cost.expert is None or not lists.all_see_all(cost.expert[0]):
+    if cost.expert is None or cost.expert[0] not in apart:
         return cost
     name, number = cost.expert
     return replace(cost, axes=(*cost.axes, axes[name].ids[[number]]))

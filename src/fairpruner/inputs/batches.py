@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from fairpruner.errors import FairprunerError
 from fairpruner.inputs.tokens import IGNORED, own_labels, targets_of
 from fairpruner.models.calling import call, describe, is_out_of_memory, tensors_of
+from fairpruner.models.devices import moved
 from fairpruner.models.layer_calls import LayerCall
 
 BOXES = ("img", "batch_idx", "cls", "bboxes")  # the keys of a batch of Ultralytics
@@ -104,23 +106,22 @@ class Batch:
 
 
 def read_batches(
-    data: Iterable[Any], device: torch.device, model: nn.Module | None = None
+    data: Iterable[Any], device: torch.device | None, model: nn.Module | None = None
 ) -> Iterator[Batch]:
-    """Every batch of `data`, moved to `device`.
+    """Every batch of `data`, moved to `device`; with None it stays where it is.
 
     A batch is (input, label), (input, input, label), a dict with the label under one of LABEL_KEYS, a dict of
     Ultralytics with images and boxes, or one of them without the label. The signature of the model's forward
-    decides which values are inputs. numpy arrays become tensors. In a dict of tokens without labels, the
-    labels are the tokens, each predicted from those before it.
+    decides which values are inputs. numpy arrays become tensors, floats in the model's dtype. In a dict of
+    tokens without labels, the labels are the tokens, each predicted from those before it.
     """
     arguments = _Arguments.of(model)
     for position, item in enumerate(_reading(data)):
         inputs, labels = _divided(item, arguments, position)
-        batch = Batch(
-            _map(_tensors(inputs, arguments.dtype), lambda t: t.to(device)),
-            _map(_labels(labels, position), lambda t: t.to(device)),
-            position,
-        )
+        values = _tensors(inputs, arguments.dtype), _labels(labels, arguments.dtype, position)
+        if device is not None:
+            values = _map(values, partial(moved, device=device))
+        batch = Batch(*values, position)
         if batch.size:
             yield batch
 
@@ -223,12 +224,12 @@ def _tensors(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
-def _labels(labels: Any, position: int) -> Any:
+def _labels(labels: Any, dtype: torch.dtype, position: int) -> Any:
     """The labels as a tensor; a list of dicts with boxes, and None, stay what they are."""
     if labels is None or (isinstance(labels, list) and labels and all(isinstance(t, dict) for t in labels)):
         return labels
     try:
-        return torch.as_tensor(labels)
+        return torch.as_tensor(_tensors(labels, dtype) if isinstance(labels, np.ndarray) else labels)
     except (TypeError, ValueError, RuntimeError) as error:
         raise FairprunerError(
             f"Batch {position} has labels of type {type(labels).__name__}, expected a tensor: {error}"

@@ -13,7 +13,7 @@ from fairpruner.errors import FairprunerError, check_whole_number, is_whole_numb
 from fairpruner.measuring.energy import energy_of
 from fairpruner.measuring.generation import generates, prefill_and_decode
 from fairpruner.measuring.measurement import Measurement
-from fairpruner.measuring.memory import peak_gpu, peak_resident
+from fairpruner.measuring.memory import peak_gpu, peak_resident, stored_bytes
 from fairpruner.measuring.profiling import latency_table
 from fairpruner.measuring.runtimes import RUNTIMES, check_runtime, prepared
 from fairpruner.measuring.timing import Inference, batched, interleaved, machine, threads_of
@@ -109,12 +109,6 @@ def _counts(models: Sequence[nn.Module], sample: Any) -> Iterator[Quantity]:
     yield Quantity.of("bytes", "B", map(stored_bytes, models))
     if device_of_example(sample).type == "cuda":
         yield Quantity.of("peak GPU memory", "B", (peak_gpu(model, sample) for model in models))
-
-
-def stored_bytes(model: nn.Module) -> int:
-    """Bytes of the tensors in a model's state dict; a shared tensor is counted once."""
-    tensors = {tensor.data_ptr(): tensor for tensor in model.state_dict().values()}
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
 def _memory(models: Sequence[nn.Module], example: Any, threads: int) -> list[Quantity]:

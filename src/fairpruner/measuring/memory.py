@@ -65,9 +65,19 @@ def peak_resident(model: nn.Module, example: Any, threads: int) -> dict[str, int
 
 
 def peak_gpu(model: nn.Module, example: Any) -> int:
-    """The most bytes that torch allocated on the example's GPU, weights included."""
+    """The most bytes of the example's GPU that a forward pass needs: the weights, and what it allocates.
+
+    What else is on the GPU, such as another model, does not count.
+    """
     device, own = device_of_example(example), copied(example)
+    before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     with torch.no_grad():
         call_directly(model, own)
-    return torch.cuda.max_memory_allocated(device)
+    return stored_bytes(model) + torch.cuda.max_memory_allocated(device) - before
+
+
+def stored_bytes(model: nn.Module) -> int:
+    """Bytes of the tensors in a model's state dict; a shared tensor is counted once."""
+    tensors = {tensor.data_ptr(): tensor for tensor in model.state_dict().values()}
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

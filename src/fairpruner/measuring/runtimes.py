@@ -16,7 +16,9 @@ from torch import nn
 from fairpruner.errors import FairprunerError, unknown
 from fairpruner.measuring.timing import Inference
 from fairpruner.models.calling import call_directly, copied, tensors_of
+from fairpruner.models.copying import deep_copy
 from fairpruner.models.devices import wait_for_model
+from fairpruner.models.torch_private import tree_map_only
 
 Prepare = Callable[[nn.Module, Any, int], Inference]  # (model in eval mode, example, threads)
 
@@ -42,6 +44,7 @@ def _compile(model: nn.Module, example: Any, threads: int) -> Inference:
 def _onnxruntime(model: nn.Module, example: Any, threads: int) -> Inference:
     library = importlib.import_module("onnxruntime")
     importlib.import_module("onnxscript")  # the exporter needs it; imported here for a clear error
+    model, example = _on_cpu(model, example)
     program = torch.onnx.export(model, **_arguments(example), dynamo=True, verbose=False)
     options = library.SessionOptions()
     options.intra_op_num_threads = threads
@@ -55,8 +58,16 @@ def _onnxruntime(model: nn.Module, example: Any, threads: int) -> Inference:
     return lambda: session.run(None, inputs)
 
 
+def _on_cpu(model: nn.Module, example: Any) -> tuple[nn.Module, Any]:
+    """Both on the CPU, where these runtimes run: the given ones, or copies."""
+    if all(t.device.type == "cpu" for t in (*model.parameters(), *model.buffers(), *tensors_of(example))):
+        return model, example
+    return deep_copy(model).cpu(), tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), example)
+
+
 def _openvino(model: nn.Module, example: Any, threads: int) -> Inference:
     library = importlib.import_module("openvino")
+    model, example = _on_cpu(model, example)
     converted = library.convert_model(exported(model, example))
     options = {
         "INFERENCE_NUM_THREADS": threads,

@@ -72,6 +72,12 @@ def in_float64(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.double() if has_float64(tensor.device) else tensor.float()
 
 
+def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor on a device, in float32 if that has no float64."""
+    narrow = tensor.dtype == torch.float64 and not has_float64(device)
+    return (tensor.float() if narrow else tensor).to(device)
+
+
 def wait_for_model(model: nn.Module) -> None:
     """Wait until the model's devices have finished; calls on a GPU return before it has computed."""
     for device in devices_of_model(model):

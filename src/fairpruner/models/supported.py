@@ -14,6 +14,12 @@ from fairpruner.models.torch_private import is_compiled
 
 # Packages of torch whose modules hold packed integer weights, which are not named parameters.
 QUANTIZED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.nn.quantized")
+# Wrappers that hold a model as `module`, and copy or divide its tensors when it is called.
+PARALLEL = (
+    "torch.nn.parallel.data_parallel.DataParallel",
+    "torch.nn.parallel.distributed.DistributedDataParallel",
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel",
+)
 
 
 def check_supported(model: Any) -> None:
@@ -56,12 +62,23 @@ def _reason(path: str, module: nn.Module) -> str:
             f"{_at(path, module)} is quantized: its packed weights can be neither cut nor saved by name."
             " Prune the model before it is quantized, then quantize the smaller one."
         )
+    if any(f"{base.__module__}.{base.__qualname__}" in PARALLEL for base in type(module).__mro__):
+        return (
+            f"{_at(path, module)} divides its work among devices or processes. Give the model inside, its"
+            " `.module` on one device, and wrap the smaller model."
+        )
     if is_compiled(module):
         return (
             f"{_at(path, module)} is compiled, so its tensors have other names, and every cut would be"
             " compiled anew. Give the module it was made from, and compile the smaller model."
         )
     tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    divided = next((name for name, tensor in tensors if type(tensor.data).__name__ == "DTensor"), None)
+    if divided is not None:
+        return (
+            f"{_at(path, module)} has a tensor {divided} that is divided among processes (DTensor). Prune the"
+            " whole model before it is divided, then divide the smaller one."
+        )
     sparse = next((name for name, tensor in tensors if tensor.layout is not torch.strided), None)
     if sparse is not None:
         return (

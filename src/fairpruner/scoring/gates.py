@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fairpruner.inputs.batches import Batch
-from fairpruner.models.precision import wide_dtype
+from fairpruner.models.precision import in_float32
 from fairpruner.models.reads import Read
 from fairpruner.models.routing import RouterOutput
 from fairpruner.scoring.samples import rows_along, samples_of_rows
@@ -47,7 +47,7 @@ def gate_terms(
             activation, slope = (read.by_unit(t, -1, len(t)) for t in (activation, slope))
         else:
             activation, slope = (read.by_unit(t, axis, batch.size) for t in pair)  # [N, J, F]
-        term = (activation * slope).sum(2, dtype=wide_dtype(gate)) * scale
+        term = (in_float32(activation) * in_float32(slope)).sum(2) * scale
         if read.expert:
             expert_terms.setdefault(read, []).append(term)
         else:

@@ -74,7 +74,9 @@ def score(
             raise FairprunerError(
                 "groups= looks at the whole model, which --stream does not load: leave it out."
             )
-        return score_streamed(model, data, spaces, loss=loss, asked=asked, seed=seed)
+        scores = score_streamed(model, data, spaces, loss=loss, asked=asked, seed=seed)
+        warn_of_noise(scores)
+        return scores
     check_has_numbers(model)
     # Loaders draw from the random state too, so reading the data is part of what is undone.
     with torch.inference_mode(False), torch.enable_grad(), evaluating(model):

@@ -28,7 +28,6 @@ from fairpruner.scoring.demand import Demand
 from fairpruner.scoring.layer_passes import score_backward, score_forward
 from fairpruner.scoring.layer_results import Selections, merged_results
 from fairpruner.scoring.layer_signals import ScoringJob
-from fairpruner.scoring.noise import warn_of_noise
 from fairpruner.scoring.objective import Objective
 from fairpruner.scoring.preparing import distinct, spaces_of, wanted_signals, with_first, without_hidden
 from fairpruner.scoring.processes import Processes
@@ -88,9 +87,7 @@ def score_streamed(
     samples = sum(processes.gathered(sum(batch.size for _, batch in halved)))
     spaces = without_hidden(spaces, hidden) if hidden else spaces
     settings = settings_of(objective, seed, results if None in asked.values() else None)
-    scores = scores_of(spaces, results, samples, settings)
-    warn_of_noise(scores)
-    return scores
+    return scores_of(spaces, results, samples, settings)
 
 
 def _check_layers(streamed: Streamed, spaces: Spaces) -> None:

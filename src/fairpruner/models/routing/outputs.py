@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fairpruner.models.devices import has_float64
 from fairpruner.models.experts import ExpertBlock
 from fairpruner.models.precision import in_float32, wide_dtype
 
@@ -42,12 +43,14 @@ class RouterOutput:
     def by_group(self, values: Tensor, group: Tensor, groups: int) -> Tensor:
         """Values [P] summed over the pairs of each group and expert, [groups, E].
 
-        `group` [P] is the group of each pair. The sums are on the CPU, because blocks may lie on several
-        devices.
+        `group` [P] is the group of each pair. The sums are returned on the CPU, because blocks may lie on
+        several devices.
         """
-        sums = torch.zeros(groups * self.block.size, dtype=torch.float64)
-        place = (group * self.block.size + self.expert).cpu()
-        return sums.index_add_(0, place, values.detach().to("cpu").to(torch.float64)).view(groups, -1)
+        values, place = values.detach(), group * self.block.size + self.expert
+        if not has_float64(values.device):
+            values = values.cpu()
+        sums = torch.zeros(groups * self.block.size, dtype=torch.float64, device=values.device)
+        return sums.index_add_(0, place.to(values.device), values.double()).cpu().view(groups, -1)
 
     def tally(self, counted: Tensor) -> dict[str, Tensor]:
         """Sums over the `counted` tokens, bool [tokens], for each expert, [E]."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,28 +11,60 @@ from torch import Tensor, nn
 
 from fairpruner.inputs.batches import Batch, read_batches
 from fairpruner.inputs.same_order import SameOrder
-from fairpruner.models.devices import device_of_model
+from fairpruner.models.calling import tensors_of
 
+MOST_HELD = 2**30  # bytes of batches that are kept in memory, so that a search reads its data once
 JUDGED = 5  # every fifth sample judges
 SHARES = 8  # the other samples are divided into this many equal shares
+
+
+@dataclass(frozen=True, eq=False)
+class Batches:
+    """The batches of the data, the same ones in every pass; from memory, if there is room for all."""
+
+    data: SameOrder
+    model: nn.Module  # its signature shows how many of a batch's tensors are inputs
+    samples: int
+    held: Sequence[Batch]  # all batches, or none
+
+    @staticmethod
+    def of(data: Iterable[Any], model: nn.Module) -> Batches:
+        """Read the data once."""
+        ordered, held, places = SameOrder(data), list[Batch](), set[int]()
+        samples, room = 0, MOST_HELD
+        for batch in read_batches(ordered, None, model):
+            samples += batch.size
+            tensors = list(tensors_of((batch.inputs, batch.labels)))
+            own = {tensor.data_ptr() for tensor in tensors}
+            # A loader that fills one tensor again and again is read again in every pass.
+            room = -1 if places & own else room - sum(tensor.nbytes for tensor in tensors)
+            places |= own
+            held.append(batch)
+            if room < 0:
+                held.clear()
+        return Batches(ordered, model, samples, held)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self.held or read_batches(self.data, None, self.model))
 
 
 @dataclass(frozen=True, eq=False)
 class SampleSet:
     """Some samples of the data, the same ones in every pass."""
 
-    data: SameOrder
-    model: nn.Module  # its signature shows how many of a batch's tensors are inputs
-    total: int  # the number of samples of the data
+    batches: Batches
     judging: bool
     shares: int = SHARES  # how many shares of the samples that do not judge
 
     def __len__(self) -> int:
-        return len(self.data)
+        return len(self.batches)
 
     def __iter__(self) -> Iterator[tuple[Any, Tensor]]:
         before = 0
-        for batch in _batches(self.data, self.model):
+        for batch in self.batches:
             numbers = torch.arange(before, before + batch.size)
             before += batch.size
             chosen = self._holds(numbers).nonzero().flatten()
@@ -51,16 +83,11 @@ class SampleSet:
 
     @property
     def samples(self) -> int:
-        return int(self._holds(torch.arange(self.total)).sum())
+        return int(self._holds(torch.arange(self.batches.samples)).sum())
 
 
 def split(data: Iterable[Any], model: nn.Module) -> tuple[SampleSet, SampleSet]:
     """The samples that repairs use, and those that judge; with fewer than JUDGED samples, all are both."""
-    ordered = SameOrder(data)
-    total = sum(batch.size for batch in _batches(ordered, model))
-    fitting, judging = (SampleSet(ordered, model, total, judging) for judging in (False, True))
+    batches = Batches.of(data, model)
+    fitting, judging = (SampleSet(batches, judging) for judging in (False, True))
     return (fitting, judging) if judging.samples else (fitting, fitting)
-
-
-def _batches(data: Iterable[Any], model: nn.Module) -> Iterator[Batch]:
-    return read_batches(data, device_of_model(model), model)

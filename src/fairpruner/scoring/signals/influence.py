@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from fairpruner.core.spaces import Spaces
 from fairpruner.core.units import Kind, UnitSpace
+from fairpruner.models.devices import in_float64
 from fairpruner.models.precision import in_float32
 from fairpruner.scoring.processes import Processes
 from fairpruner.scoring.signals.base import (
@@ -47,7 +47,7 @@ class _InfluenceAccumulator(Accumulator):
 
     def see_block(self, space: UnitSpace, unit: int, streams: tuple[Tensor, Tensor], info: BatchInfo) -> None:
         before, after = (in_float32(stream) for stream in streams)  # [rows, C]
-        turned = 1 - F.cosine_similarity(before, after, dim=1).mean(dtype=torch.float64)
+        turned = 1 - in_float64(F.cosine_similarity(before, after, dim=1)).mean()
         self._means.add((space.name, unit), turned.reshape(1) * info.samples, info)
         if unit == 0:
             self._means.count(info)

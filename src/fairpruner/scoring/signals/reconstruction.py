@@ -34,8 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from fairpruner.core.arrays import Floats
-from fairpruner.core.costs import predict
-from fairpruner.core.spaces import Spaces
+from fairpruner.core.costs import unit_savings
 from fairpruner.core.units import UnitSpace
 from fairpruner.models.gram import gram_matrix
 from fairpruner.models.precision import in_float32
@@ -75,6 +74,7 @@ class _ReconstructionAccumulator(Accumulator):
     def __init__(self, context: Context, parts: int) -> None:
         self._context, self._parts = context, parts
         self._groups = groups_within(MOST_NUMBERS, context.spaces, matrices=parts, context=context)
+        self._savings = unit_savings(context.spaces, "flops")
         self._result = Result({}, {})
         self._begin()
 
@@ -106,7 +106,7 @@ class _ReconstructionAccumulator(Accumulator):
         for space in self._groups.pop(0):
             moments = self._moments.pop(space.name)  # freed once the space is scored
             weights = reading_gram(space, self._context.model, moments.width)
-            weights /= unit_flops(space, self._context.spaces)
+            weights /= float(self._savings[space.name]["flops"][0])
             if self._parts == 2:
                 halves[space.name] = np.stack(
                     [greedy_errors(moments.covariance((part,)), weights, space.size) for part in (0, 1)]
@@ -178,12 +178,6 @@ class CovarianceSums:
         rows = max(self._rows[chosen].sum(), 1)
         mean = self._sums[chosen].sum(0) / rows
         return torch.addr(self._products[chosen].sum(0).div_(rows), mean, mean, alpha=-1)
-
-
-def unit_flops(space: UnitSpace, spaces: Spaces) -> int:
-    """The FLOPs that the whole model saves by one unit of the space, at least 1."""
-    whole, without = (predict(spaces, removed)["flops"] for removed in ({}, {space.name: (0,)}))
-    return max(int(whole - without), 1)
 
 
 def unit_width(space: UnitSpace) -> int:

@@ -10,10 +10,10 @@ import numpy as np
 from torch import Tensor
 
 from fairpruner.core.arrays import Floats
+from fairpruner.core.costs import unit_savings
 from fairpruner.scoring.processes import Processes
 from fairpruner.scoring.signals.base import Accumulator, BatchInfo, Context, Observation, Result, Signal
 from fairpruner.scoring.signals.protection import HalvedMeans, by_owner, signed, sums_of_products
-from fairpruner.scoring.signals.reconstruction import unit_flops
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,12 @@ class _SaliencyAccumulator(Accumulator):
 
     def result(self) -> Result:
         found: dict[str, Floats] = {}
+        savings = unit_savings(self._spaces, "flops")
         for space in self._spaces:
             rows = [
                 by_owner(self._means.of((part.tensor, part.dim), part.owner.size), part.owner, space.size)
                 for part in space.slices
                 if part.tensor in self._weights
             ]
-            found[space.name] = np.sum(rows, axis=0) / unit_flops(space, self._spaces)
+            found[space.name] = np.sum(rows, axis=0) / savings[space.name]["flops"]
         return signed(found)

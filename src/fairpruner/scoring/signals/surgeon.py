@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from fairpruner.core.arrays import Floats
-from fairpruner.core.costs import predict
-from fairpruner.core.spaces import Spaces
+from fairpruner.core.costs import unit_savings
 from fairpruner.core.units import Kind, UnitSpace
+from fairpruner.models.devices import in_float64
 from fairpruner.models.precision import in_float32
 from fairpruner.scoring.processes import Processes
 from fairpruner.scoring.signals.base import (
@@ -64,13 +64,14 @@ class _SurgeonAccumulator(Accumulator):
         self._context = context
         dense = [space for space in context.spaces if space.kind in DENSE]
         self._groups = groups_within(MOST_NUMBERS, dense, matrices=2, context=context)
+        self._savings = unit_savings(context.spaces, "flops")
         self._scores: dict[str, Floats] = {}
         self._begin()
 
     def _begin(self) -> None:
         """Take the next group of spaces; what is not of a space is summed anew in every pass."""
         self._read = {space.name: CovarianceSums(space, 1) for space in self._groups[0]}
-        self._felt = {space.name: CovarianceSums(space, 1) for space in self._groups[0]}
+        self._slopes = {space.name: CovarianceSums(space, 1) for space in self._groups[0]}
         blocks = (space for space in self._context.spaces if space.kind == "block")
         self._blocks = {space.name: torch.zeros(space.size, dtype=torch.float64) for space in blocks}
         self._samples = np.zeros(1)  # whose losses were summed
@@ -83,18 +84,18 @@ class _SurgeonAccumulator(Accumulator):
         self._samples += info.samples
 
     def see_slope(self, space: UnitSpace, slope: Tensor, info: BatchInfo) -> None:
-        if space.name in self._felt:
-            self._felt[space.name].update(slope)
+        if space.name in self._slopes:
+            self._slopes[space.name].update(slope)
 
     def see_block_slope(
         self, space: UnitSpace, unit: int, pair: tuple[Tensor, Tensor], info: BatchInfo
     ) -> None:
         added, slope = (in_float32(rows) for rows in pair)  # [rows, C]
-        change = (added * slope).sum(1).square().sum(dtype=torch.float64)
+        change = in_float64((added * slope).sum(1)).square().sum()
         self._blocks[space.name][unit] += change.cpu()
 
     def join(self, processes: Processes) -> None:
-        for moments in (*self._read.values(), *self._felt.values()):
+        for moments in (*self._read.values(), *self._slopes.values()):
             moments.join(processes)
         self._blocks = {name: processes.summed(sums) for name, sums in self._blocks.items()}
         self._samples = np.sum(processes.gathered(self._samples), axis=0)
@@ -110,8 +111,7 @@ class _SurgeonAccumulator(Accumulator):
         self._score_group()
         spaces = self._context.spaces
         for name, changes in self._blocks.items():
-            saved = _flops_of_units(spaces[name], spaces)
-            self._scores[name] = changes.numpy() / self._sample_count / saved
+            self._scores[name] = changes.numpy() / self._sample_count / self._savings[name]["flops"]
         return Result({space.name: self._scores[space.name] for space in spaces})
 
     @property
@@ -121,19 +121,11 @@ class _SurgeonAccumulator(Accumulator):
     def _score_group(self) -> None:
         for space in self._groups.pop(0):
             # Popped, so that a space's moments are freed once it is scored.
-            read, felt = self._read.pop(space.name), self._felt.pop(space.name)
+            read, felt = self._read.pop(space.name), self._slopes.pop(space.name)
             variation = read.covariance((0,)) if _takes_offset(space, self._context.model) else read.second()
             growth = felt.second() * (felt.rows / self._sample_count)  # summed over the places of a sample
             totals = greedy_errors(variation, growth, space.size)
-            saved = _flops_of_units(space, self._context.spaces)
-            self._scores[space.name] = _increases(totals) / saved[0]
-
-
-def _flops_of_units(space: UnitSpace, spaces: Spaces) -> Floats:
-    """The FLOPs that the whole model saves by each unit alone, at least 1; they differ only for blocks."""
-    whole = predict(spaces, {})["flops"]
-    units = range(space.size) if space.kind == "block" else range(1)
-    return np.array([max(whole - predict(spaces, {space.name: (unit,)})["flops"], 1) for unit in units])
+            self._scores[space.name] = _increases(totals) / self._savings[space.name]["flops"]
 
 
 def _takes_offset(space: UnitSpace, model: nn.Module) -> bool:
