@@ -13,11 +13,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any, NamedTuple
 
 import cifar_peers
 import torch
-from cifar_peers import BUDGETS
+from cifar_peers import BUDGETS, CRITERIA, SCOPES
 from harness import pages, runs
 from nets.images import CACHE, cifar10, top1
 from nets.training import resnet
@@ -32,8 +33,9 @@ WAYS = (
     *({"library": "fairpruner", "way": "default", "recipe": recipe} for recipe in ("matched", "distilled")),
     *({"library": "fairpruner", "way": "paper", "recipe": recipe} for recipe in ("distilled", "matched")),
     *(
-        {"library": "Torch-Pruning", "way": criterion, "scope": "global", "recipe": recipe}
-        for criterion in ("magnitude", "Taylor", "Hessian")
+        {"library": "Torch-Pruning", "way": criterion, "scope": scope, "recipe": recipe}
+        for scope in SCOPES
+        for criterion in CRITERIA
         for recipe in ("matched", "distilled")
     ),
 )
@@ -132,19 +134,37 @@ def page() -> str:
         for line in lines()
     ]
     head = ["library", "way", "FLOPs kept", "before training", *(f"{epochs} epochs" for epochs in EPOCHS)]
-    what = "Lines: top-1 against epochs, for every library and way"
+    what = (
+        "Dots: top-1 after 5 and 15 epochs of training, for every library and way, one panel for each budget"
+    )
     return "\n\n".join([pages.table(head, cells), *[pages.picture("cifar_recovery", what)] * bool(cells)])
 
 
 def plot() -> Any:
-    """Accuracy against epochs, one line for each way at the paper's budget."""
+    """Accuracy after training: a panel for each budget, a row for each way, a dot for each length."""
     from matplotlib.figure import Figure
 
-    axes = (figure := Figure(figsize=(6, 3.6), layout="constrained")).subplots()
-    for line in (line for line in lines() if line.keep == BUDGETS[0]):
-        points = {0: [line.before], **{epochs: found for epochs, found in line.after.items() if found}}
-        means = [sum(found) / len(found) for found in points.values()]
-        axes.plot(list(points), means, "o-", label=f"{line.library}, {line.way}")
-    axes.set(xlabel="epochs on 50,000 images", ylabel="top-1, %")
-    axes.legend(fontsize="small")
+    panels = {keep: found for keep in BUDGETS if (found := [line for line in lines() if line.keep == keep])}
+    height = 1.2 + 0.3 * max(map(len, panels.values()))
+    figure = Figure(figsize=(6.5 * len(panels), height), layout="constrained")
+    for keep, axes in zip(panels, figure.subplots(1, len(panels), squeeze=False)[0], strict=True):
+        found = sorted(panels[keep], key=lambda line: max(map(mean, filter(None, line.after.values()))))
+        for number, line in enumerate(found):
+            for values, style in zip(line.after.values(), ("full", "none"), strict=True):
+                if values:
+                    axes.errorbar(
+                        mean(values),
+                        number,
+                        xerr=stdev(values) if len(values) > 1 else None,
+                        fmt="o",
+                        color="#2a6f97" if line.library == "fairpruner" else "#6b6b6b",
+                        fillstyle=style,
+                    )
+        original = runs.stored("cifar_peers")[0]["baseline"]
+        axes.axvline(original, color="black", linewidth=0.8, linestyle=":")
+        axes.set_yticks(range(len(found)), [f"{line.library}: {line.way}" for line in found])
+        axes.set(xlabel="top-1, %", title=f"{100 * keep:g} % of the FLOPs")
+        axes.spines[["top", "right"]].set_visible(False)
+    short, long = EPOCHS
+    figure.suptitle(f"Full: after {short} epochs. Hollow: {long}. Dotted: the original.", fontsize="medium")
     return figure

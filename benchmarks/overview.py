@@ -7,10 +7,12 @@ from typing import Any, NamedTuple
 
 import cifar_peers
 import cifar_recovery
+import llm
 from harness import pages, runs
 from nets.peer_models import MODELS
 
 PEER = "Torch-Pruning"
+LANGUAGE_SHARE = 0.2  # of the parameters that is removed
 NAMES = {"default": "fp.prune", "paper": "the paper's method"}
 
 
@@ -47,7 +49,8 @@ def page() -> str:
 
 def table() -> str:
     """Questions with their measured answers, as Markdown."""
-    lines = [line for line in (_accuracy(), _recovered(), _right(), _cost(), _speed()) if line]
+    answers = (_accuracy(), _recovered(), _language(), _right(), _cost(), _speed())
+    lines = [line for line in answers if line]
     return pages.table(["question", "fairpruner", "others", "measured by"], lines)
 
 
@@ -91,6 +94,28 @@ def _recovered() -> list[str] | None:
         f"**{max(ours)[0]:.2f} %** ({NAMES[max(ours)[1]]})",
         f"{PEER} {max(theirs)[0]:.2f} % ({max(theirs)[1]})",
         "`cifar_recovery`",
+    ]
+
+
+def _language() -> list[str] | None:
+    """The perplexity of a language model, the mean over draws of calibration text."""
+    rows = [row for row in runs.stored(llm.NAME) if "windows" in row]
+    rows = [row for row in rows if (row["model"], row["share"]) == ("smollm2", LANGUAGE_SHARE)]
+    found = {
+        way: mean(row["perplexity"] for row in rows if row["way"] == way)
+        for way in llm.FIRST
+        if any(row["way"] == way for row in rows)
+    }
+    peers = {way: value for way, value in found.items() if not way.startswith("fairpruner")}
+    if llm.DEFAULT not in found or not peers:
+        return None
+    best = min(peers, key=peers.__getitem__)
+    return [
+        f"SmolLM2-135M (perplexity {rows[0]['original']:.1f}), {100 * LANGUAGE_SHARE:g} % of its parameters"
+        " (without embeddings) removed, no training: perplexity",
+        f"**{found[llm.DEFAULT]:.1f}** (fp.prune)",
+        f"{found[best]:.1f} ({best}, written again here)",
+        f"`{llm.NAME}`",
     ]
 
 
