@@ -26,11 +26,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fairpruner.core.arrays import Floats
+from fairpruner.core.arrays import Floats, Ints
 from fairpruner.scoring.processes import Processes
 
 LEVELS = 12  # 65,536 samples of a class with M = 16
 WORTH_A_THREAD = 2**15  # values to sort
+MOST_REPEATS = 5  # of each value on average; with more, sorting the repeated values takes longer
 PLACES = 2**29 - 1  # the bits of a float64 that a float32 leaves at zero
 _threads = ThreadPoolExecutor(thread_name_prefix="fairpruner-sort")  # started when first used
 
@@ -163,6 +164,9 @@ def quantile_cells(values: Tensor, weights: Floats, cells: int) -> Tensor:
     tensor([[2., 3.]])
     """
     centre = values.mean(1, keepdim=True)  # subtracted, because a large mean would cost digits below
+    repeats = weights / weights.min()
+    if repeats.sum() <= MOST_REPEATS * len(repeats) and np.array_equal(repeats, np.floor(repeats)):
+        return _cells_of_repeated(values - centre, repeats.astype(np.int64), cells) + centre
     ordered, order = sorted_with_places(values - centre)
     weight = torch.from_numpy(weights).to(values)[order]  # [C, n]
     shares = weight.cumsum(1)
@@ -173,6 +177,18 @@ def quantile_cells(values: Tensor, weights: Floats, cells: int) -> Tensor:
     inner = integral.gather(1, place) + (edges - passed) * ordered.gather(1, place)
     at_edges = torch.cat([integral[:, :1], inner, integral[:, -1:]], 1)
     return at_edges.diff(dim=1) * cells / shares[:, -1:] + centre
+
+
+def _cells_of_repeated(values: Tensor, repeats: Ints, cells: int) -> Tensor:
+    """The same by repeating each value, several times as fast: sorted, every row has the same cells."""
+    if repeats.max() > 1:
+        values = values.repeat_interleave(torch.from_numpy(repeats).to(values.device), 1)
+    count = values.shape[1]
+    starts, firsts = np.arange(count)[:, None] / count, np.arange(cells) / cells
+    ends, lasts = starts + 1 / count, firsts + 1 / cells
+    shared = (np.minimum(ends, lasts) - np.maximum(starts, firsts)).clip(0) * cells  # [n, cells]
+    averages: Tensor = sort_(values) @ torch.from_numpy(shared).to(values)
+    return averages
 
 
 def _columns(rows: Tensor) -> Tensor:
