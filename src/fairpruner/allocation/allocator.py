@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 
@@ -46,6 +47,9 @@ def cannot_be_met(budget: Budget) -> FairprunerError:
     return FairprunerError(
         f"Budget {budget.metric} keep={budget.amount} cannot be met: {MISSING[budget.counted_in]}"
     )
+
+
+TIMED_TOGETHER = 2**13  # profiles, so that memory does not grow with their number
 
 
 class Allocator:
@@ -103,7 +107,7 @@ class Allocator:
         With `exact`, the profiles between two neighbouring steps of the rule are candidates, too.
         """
         metric, target = budget.counted_in, self._target(budget)
-        steps = self._search(metric, self.profiles.depths, self.profiles.last)
+        steps = self._search(metric, self.profiles)
         below = steps.first_within(target)
         if below > self.profiles.last:
             raise self._out_of_reach(budget, steps.least)
@@ -111,7 +115,7 @@ class Allocator:
             step = steps.nearest(target)
             return self._plan(self.profiles.depths(step), self._tolerance(step), exact)
         between = ProfilesBetween(self._ranked, self.profiles.depths(below - 1), self.profiles.depths(below))
-        moves = self._search(metric, between.depths, between.last).nearest(target)
+        moves = self._search(metric, between).nearest(target)
         step = below if moves == between.last else below - 1
         return self._plan(between.depths(moves), self._tolerance(step), exact)
 
@@ -127,12 +131,24 @@ class Allocator:
             target = round(target, max(0, 14 - len(str(original))))
         return target
 
-    def _search(self, metric: Metric, depths: Callable[[int], Ints], last: int) -> BisectionSearch:
-        """A search over what the profiles at positions 0..last keep of a metric."""
+    def _search(self, metric: Metric, profiles: RuleProfiles | ProfilesBetween) -> BisectionSearch:
+        """A search over what profiles keep of a metric."""
         if metric == "latency_ms":
-            profiles = np.stack([depths(position) for position in range(last + 1)], axis=1)  # [S, last + 1]
-            return LinearSearch(self._costs.milliseconds(profiles).tolist())
-        return BisectionSearch(lambda position: self._costs.totals(metric, depths(position)), last)
+            return self._by_latency if profiles is self.profiles else self._all_timed(profiles)
+        return BisectionSearch(
+            lambda position: self._costs.totals(metric, profiles.depths(position)), profiles.last
+        )
+
+    @cached_property
+    def _by_latency(self) -> LinearSearch:
+        return self._all_timed(self.profiles)
+
+    def _all_timed(self, profiles: RuleProfiles | ProfilesBetween) -> LinearSearch:
+        """The predicted latency of every profile."""
+        steps = np.arange(profiles.last + 1)
+        pieces = np.split(steps, range(TIMED_TOGETHER, steps.size, TIMED_TOGETHER))
+        found = [self._costs.milliseconds(profiles.many(piece)) for piece in pieces]
+        return LinearSearch(np.concatenate(found).tolist())
 
     def _tolerance(self, step: int) -> float | None:
         """The tolerance of a step of the rule 'tod'; None for other rules."""

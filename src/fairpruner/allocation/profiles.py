@@ -31,7 +31,12 @@ class RuleProfiles:
 
     def depths(self, step: int) -> Ints:
         """The profile at a step, [S]."""
-        return self._depths[np.searchsorted(self._keys, self._starts + step, side="right") - 1]
+        return self.many(np.array([step]))[:, 0]
+
+    def many(self, steps: Ints) -> Ints:
+        """The profiles at several steps, [n] -> [S, n]."""
+        keys = self._starts[:, None] + steps
+        return self._depths[np.searchsorted(self._keys, keys, side="right") - 1]
 
     def step_at(self, threshold: float) -> int:
         """The last step whose threshold is not above the given one."""
@@ -70,3 +75,7 @@ class ProfilesBetween:
         depths = self._start.copy()
         np.maximum.at(depths, self._space[:moves], self._depth[:moves])
         return depths
+
+    def many(self, moves: Ints) -> Ints:
+        """The profiles after several numbers of moves, [n] -> [S, n]."""
+        return np.stack([self.depths(count) for count in moves.tolist()], axis=1)

@@ -46,7 +46,12 @@ class Lengths:
 
         For N plans at once: [S, N] -> [F, N].
         """
-        kept: Ints = (self._sizes if depths.ndim == 1 else self._sizes[:, None]) - self._slopes @ depths
+        if depths.ndim == 1:
+            kept: Ints = self._sizes - self._slopes @ depths
+        else:  # most slopes are zero, and numpy has no fast product of integers
+            kept = np.repeat(self._sizes[:, None], depths.shape[1], axis=1)
+            for f, s in zip(*self._slopes.nonzero(), strict=True):
+                kept[f] -= self._slopes[f, s] * depths[s]
         for f, s, removed in self._ragged:
             kept[f] -= removed[depths[s]]
         return kept

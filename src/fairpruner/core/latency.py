@@ -85,15 +85,14 @@ class LatencyTable:
         sizes = np.array([factor.size for factor in self.factors], dtype=np.int64)
         padded, whole = (padded_to(self.multiple, values) for values in (lengths, sizes))
         ragged = lengths % self.multiple != 0
-        parts = np.zeros((len(self.ops), lengths.shape[1]))
-        for row, op in zip(parts, self.ops, strict=True):
+        total = np.zeros(lengths.shape[1])
+        for op in self.ops:  # the report page adds in the same order, so both sums are equal bit for bit
             axes = list(op.factors)
             share = padded[axes].prod(axis=0) / whole[axes].prod()
-            row[:] = op.fixed + np.where(ragged[axes].any(axis=0), op.work + op.uneven, op.work) * share
+            part = op.fixed + np.where(ragged[axes].any(axis=0), op.work + op.uneven, op.work) * share
             for f, width in zip(axes, op.widths, strict=True):
-                row += width * (padded[f] / whole[f])
-        # The report page adds in the same order, so both sums are equal bit for bit.
-        total = np.cumsum(parts, axis=0)[-1]
+                part += width * (padded[f] / whole[f])
+            total += part
         return np.where((lengths == sizes[:, None]).all(axis=0), self.original, total)
 
     @property

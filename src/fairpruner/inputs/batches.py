@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fairpruner.errors import FairprunerError
+from fairpruner.inputs.same_order import SameOrder
 from fairpruner.inputs.tokens import IGNORED, own_labels, targets_of
 from fairpruner.models.calling import call, describe, is_out_of_memory, tensors_of
 from fairpruner.models.devices import moved
@@ -34,6 +36,7 @@ class Batch:
     inputs: Any
     labels: Any
     position: int
+    start: int = 0  # how many samples of the data come before it
 
     @property
     def size(self) -> int:
@@ -50,7 +53,7 @@ class Batch:
 
     def rows(self, start: int, stop: int) -> Batch:
         """A batch of the samples from `start` to `stop`."""
-        return self.some(torch.arange(self.size)[start:stop])
+        return replace(self.some(torch.arange(self.size)[start:stop]), start=self.start + start)
 
     def some(self, chosen: Tensor) -> Batch:
         """A batch of the samples with these indices, [n]."""
@@ -58,13 +61,13 @@ class Batch:
         if isinstance(self.labels, list):
             labels = [self.labels[i] for i in chosen.tolist()]
             if isinstance(self.inputs, Tensor):  # images of one size
-                return Batch(self.inputs[chosen.to(self.inputs.device)], labels, self.position)
-            return Batch([[self.inputs[0][i] for i in chosen.tolist()]], labels, self.position)
+                return replace(self, inputs=self.inputs[chosen.to(self.inputs.device)], labels=labels)
+            return replace(self, inputs=[[self.inputs[0][i] for i in chosen.tolist()]], labels=labels)
 
         def taken(tensor: Tensor) -> Tensor:
             return tensor[chosen.to(tensor.device)] if tensor.ndim and tensor.shape[0] == size else tensor
 
-        return Batch(_map(self.inputs, taken), _map(self.labels, taken), self.position)
+        return replace(self, inputs=_map(self.inputs, taken), labels=_map(self.labels, taken))
 
     @property
     def mark(self) -> Mark:
@@ -96,12 +99,12 @@ class Batch:
                 f"Batch {self.position} has {len(self.labels)} labels for {self.size} samples, expected one"
                 " label for each."
             )
-        if len(self.labels) and int(self.labels.min()) < 0:
+        labels: Tensor = self.labels.long()
+        if len(labels) and int(labels.min()) < 0:
             raise FairprunerError(
-                f"Batch {self.position} has the label {int(self.labels.min())}, expected class indices from 0"
+                f"Batch {self.position} has the label {int(labels.min())}, expected class indices from 0"
                 " upwards."
             )
-        labels: Tensor = self.labels.long()
         return labels
 
 
@@ -116,14 +119,24 @@ def read_batches(
     tokens without labels, the labels are the tokens, each predicted from those before it.
     """
     arguments = _Arguments.of(model)
+    start = 0
     for position, item in enumerate(_reading(data)):
         inputs, labels = _divided(item, arguments, position)
         values = _tensors(inputs, arguments.dtype), _labels(labels, arguments.dtype, position)
         if device is not None:
             values = _map(values, partial(moved, device=device))
-        batch = Batch(*values, position)
+        batch = Batch(*values, position, start)
+        start += batch.size
         if batch.size:
             yield batch
+
+
+def with_first(batches: Iterator[Batch]) -> tuple[Batch, Iterator[Batch]]:
+    """The first batch, and all batches from the first on."""
+    first = next(batches, None)
+    if first is None:
+        raise no_samples()
+    return first, itertools.chain([first], batches)
 
 
 @dataclass(frozen=True)
@@ -247,9 +260,13 @@ def _reading(data: Iterable[Any]) -> Iterator[Any]:
         raise
     except Exception as error:
         raise FairprunerError(
-            f"The data failed at batch {position}: {type(data).__name__} raised {type(error).__name__}:"
-            f" {error}"
+            f"The data failed at batch {position}: {_type_name(data)} raised {type(error).__name__}: {error}"
         ) from error
+
+
+def _type_name(data: Any) -> str:
+    """The type of the caller's data."""
+    return type(data.original if isinstance(data, SameOrder) else data).__name__
 
 
 def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -272,6 +289,20 @@ def check_rereadable(data: Any, reason: str, *, name: str = "data") -> None:
             f"The {name} is a {type(data).__name__}, which can be read once, and {reason}: give a loader or a"
             " list of batches."
         )
+
+
+def check_same_samples(first: int, again: int) -> None:
+    """Refuse data that gave other numbers of samples in two passes."""
+    if first != again:
+        raise read_once(f"{again} of {first}")
+
+
+def read_once(found: str = "no") -> FairprunerError:
+    """The error for data that has fewer samples in a later pass."""
+    return FairprunerError(
+        f"The data has {found} samples in a later pass, so it can be read only once, like a loader over a"
+        " generator: give data that starts anew in every pass, such as a list of batches."
+    )
 
 
 def no_samples(name: str = "data") -> FairprunerError:

@@ -40,7 +40,7 @@ def task_of(batch: Batch, output: Any) -> Task:
         return "detection"
     if logits is None:
         return "classification"
-    if labels.shape == logits.shape and labels.ndim > 1 and bool(((labels == 0) | (labels == 1)).all()):
+    if labels.shape == logits.shape and labels.ndim > 1 and all_zeros_and_ones(labels):
         return "multilabel"
     if labels.is_floating_point():
         same = labels.numel() == logits.numel() and len(labels) == len(logits)
@@ -48,6 +48,11 @@ def task_of(batch: Batch, output: Any) -> Task:
     if logits.ndim == 3:
         return "language"
     return "segmentation" if logits.ndim == 4 and labels.ndim == 3 else "classification"
+
+
+def all_zeros_and_ones(labels: Tensor) -> bool:
+    """Whether labels have no other values, as those of several classes for each sample."""
+    return bool(((labels == 0) | (labels == 1)).all())
 
 
 def logits_of(output: Any) -> Tensor | None:
@@ -110,9 +115,13 @@ def loss_or_distance(
     given, wanted = ([t for t in tensors_of(o) if t.is_floating_point()] for o in (output, original()))
     if [t.shape for t in given] != [t.shape for t in wanted]:
         return math.inf
-    return (
-        sum(float(in_float32(a - b).square().sum()) for a, b in zip(given, wanted, strict=True)) / batch.size
-    )
+    pairs = zip(given, wanted, strict=True)
+    distance = sum(float(in_float32(a - b).square().sum()) for a, b in pairs) / batch.size
+    if math.isnan(distance):
+        raise FairprunerError(
+            f"The output on batch {batch.position} has NaN: look at that batch and at the model's weights."
+        )
+    return distance
 
 
 def default_loss(
@@ -206,7 +215,13 @@ def _multilabel(output: Any, batch: Batch) -> Tensor:
     if logits is None or not isinstance(batch.labels, Tensor) or batch.labels.shape != logits.shape:
         raise _mismatch(output, batch, "a logit for each label, in the same shape")
     wide = in_float32(logits)
-    return F.binary_cross_entropy_with_logits(wide, batch.labels.to(wide.device, wide.dtype))
+    labels = batch.labels.to(wide.device, wide.dtype)
+    if bool(((labels < 0) | (labels > 1)).any()):
+        raise FairprunerError(
+            f"Batch {batch.position} has labels from {float(labels.min()):g} to {float(labels.max()):g},"
+            " expected values from 0 to 1 for several classes. Pass loss='regression' if they are amounts."
+        )
+    return F.binary_cross_entropy_with_logits(wide, labels)
 
 
 def _regression(output: Any, batch: Batch) -> Tensor:

@@ -30,7 +30,8 @@ class SameOrder:
     """
 
     def __init__(self, data: Iterable[Any]) -> None:
-        self._data = data
+        self.original = data
+        self._data = [data] if isinstance(data, (torch.Tensor, np.ndarray)) else data  # one batch
         self._to_start = _restoring(data)
 
     def __len__(self) -> int:

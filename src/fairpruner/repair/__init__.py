@@ -12,8 +12,9 @@ from torch import nn
 
 from fairpruner.core.plan import Plan, check_plan
 from fairpruner.errors import FairprunerError, unknown
-from fairpruner.inputs.batches import Batch, check_rereadable, forward, read_batches
+from fairpruner.inputs.batches import Batch, check_rereadable, forward, read_batches, read_once
 from fairpruner.inputs.losses import Loss, loss_or_distance
+from fairpruner.inputs.same_order import SameOrder
 from fairpruner.inputs.workers import naming_dead_workers
 from fairpruner.models.calling import evaluating
 from fairpruner.models.copying import deep_copy
@@ -95,6 +96,7 @@ def repair_with_notes(
         if name not in METHODS:
             raise unknown("repair method", name, METHODS)
     check_rereadable(data, "repair reads it several times")
+    data = SameOrder(data)  # the loss before and after a repair must be that of the same samples
     return repaired_by(
         methods, small, model, plan, data, error=partial(_loss, model=model, data=data, loss=loss)
     )
@@ -134,9 +136,12 @@ def repaired_by(
 
 def _read(method: str, data: Iterable[Any], device: torch.device, model: nn.Module) -> Iterator[Batch]:
     with progress(f"repair: {method}", data) as advance:
+        batch = None
         for batch in read_batches(data, device, model):
             yield batch
             advance(batch.size)
+    if batch is None:
+        raise read_once()
 
 
 def _loss(small: nn.Module, *, model: nn.Module, data: Iterable[Any], loss: Loss | str | None) -> float:
@@ -146,6 +151,8 @@ def _loss(small: nn.Module, *, model: nn.Module, data: Iterable[Any], loss: Loss
         found = loss_or_distance(loss, forward(small, batch), batch, partial(forward, model, batch))
         total += found * batch.size
         samples += batch.size
+    if not samples:
+        raise read_once()
     return total / samples
 
 

@@ -11,13 +11,12 @@ from torch import nn
 from fairpruner.core.plan import Plan
 from fairpruner.core.spaces import Spaces
 from fairpruner.errors import another_model, unknown
-from fairpruner.inputs.batches import check_rereadable, read_batches
+from fairpruner.inputs.batches import read_batches, with_first
 from fairpruner.models.calling import evaluating
 from fairpruner.models.copying import deep_copy
 from fairpruner.models.devices import device_of_model
 from fairpruner.models.fingerprint import check_same_model
 from fairpruner.repair.consumers import consumers_of
-from fairpruner.repair.job import first_batch
 from fairpruner.repair.least_squares import JudgingFit, apply, gather, sort_out
 from fairpruner.repair.notes import Repaired
 from fairpruner.repair.regression import judged_fit, judged_mean
@@ -52,13 +51,13 @@ class Statistics:
         check_same_model(
             model, spaces.fingerprint, "The spaces belong", step="Give the model they were found in."
         )
-        check_rereadable(data, "its first samples are read twice")
         self._fingerprint = spaces.fingerprint
         device = device_of_model(model)
         with torch.inference_mode(False), torch.no_grad(), evaluating(model):
-            self._uses = find_weight_uses(model, first_batch(data, model))
+            first, batches = with_first(read_batches(data, device, model))
+            self._uses = find_weight_uses(model, first)
             consumers, self._skipped = sort_out(consumers_of(spaces, model), self._uses, model)
-            self._moments = gather(model, consumers, read_batches(data, device, model))
+            self._moments = gather(model, consumers, batches)
 
     def repair(self, small: nn.Module, plan: Plan, method: str = "least_squares") -> Repaired:
         """A copy of `small`, the cut by `plan`, after `least_squares` or `mean`; no loss is compared."""

@@ -160,7 +160,7 @@ class Calibration:
             self._backward(observed, tallies, batch, info=info, signals=signals)
 
     def _info(self, batch: Batch, half: int) -> BatchInfo:
-        return BatchInfo(batch.predicted_tokens() if self._objective.on_tokens else batch.size, half)
+        return BatchInfo(self._objective.count(batch), half)
 
     def _forward(self, batch: Batch, signals: Sequence[RunningSignal], info: BatchInfo) -> _ForwardPass:
         """Run the model on a batch and show the activations to the signals."""

@@ -19,11 +19,22 @@ from torch.nn import functional as F
 
 from fairpruner.errors import FairprunerError
 from fairpruner.inputs.batches import Batch, forward, joined_boxes
-from fairpruner.inputs.losses import Loss, Task, checked_task, default_loss, logits_of, mean_loss, task_of
+from fairpruner.inputs.losses import (
+    Loss,
+    Task,
+    all_zeros_and_ones,
+    checked_task,
+    default_loss,
+    logits_of,
+    mean_loss,
+    pixel_labels,
+    task_of,
+)
 from fairpruner.models.calling import describe, tensors_of
 from fairpruner.models.precision import in_float32
 from fairpruner.models.torch_private import without_reentrant_checkpoints
 
+DRAWN_TOGETHER = 256  # samples whose random numbers come from one seed
 LOSS_NAMES: dict[Task, str] = {
     "classification": "cross_entropy",
     "language": "cross_entropy",
@@ -62,9 +73,10 @@ class Objective:
             return Objective("detection", function, has_classes=False, draws_labels=False, seed=seed)
         # A reentrant checkpoint would warn that no input has a gradient.
         with torch.no_grad(), without_reentrant_checkpoints():
-            few = batch.rows(0, 2)
-            output = forward(model, few)
+            output = forward(model, few := batch.rows(0, 2))
         task = named or task_of(few, output)
+        if not named and task == "multilabel" and not all_zeros_and_ones(batch.labels):
+            task = "regression"  # the first two samples have zeros and ones only
         draws = task == "unlabelled" and function is None and own_logits(output) is not None
         classes = task == "segmentation" or (batch.has_classes and loss not in ("regression", "unlabelled"))
         return Objective(task, function, has_classes=classes, draws_labels=draws, seed=seed)
@@ -87,6 +99,14 @@ class Objective:
     def on_tokens(self) -> bool:
         """Whether the loss is a mean over tokens, not over samples."""
         return self.loss is None and self.task == "language"
+
+    def count(self, batch: Batch) -> int:
+        """How many samples, tokens or pixels the loss of a batch is the mean over."""
+        if self.on_tokens:
+            return batch.predicted_tokens()
+        if self.loss is None and self.task == "segmentation":
+            return int((pixel_labels(batch.labels) >= 0).sum())
+        return batch.size
 
     def mode(self, model: nn.Module) -> Any:
         """The mode that the model runs in: a detector computes its losses in training mode."""
@@ -118,9 +138,9 @@ class Objective:
         logits = own_logits(output)
         if logits is not None:
             rows = in_float32(logits).flatten(0, -2)  # [predictions, classes]
-            generator = torch.Generator().manual_seed(self.seed + batch.position)
-            chances = rows.detach().softmax(-1).cpu()
-            labels = torch.multinomial(chances, 1, generator=generator).squeeze(1)
+            heights = rows.detach().softmax(-1).cpu().cumsum(-1)  # of the steps of each distribution
+            drawn = self._drawn(batch, -(-len(rows) // batch.size))[: len(rows)] * heights[:, -1:]
+            labels = torch.searchsorted(heights, drawn, right=True).squeeze(1).clamp(max=rows.shape[1] - 1)
             return F.cross_entropy(rows, labels.to(rows.device))
         tensors = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
         if not tensors:
@@ -129,6 +149,16 @@ class Objective:
             )
         squares = [in_float32(tensor).square().sum() for tensor in tensors]
         return torch.stack([square.to(squares[0].device) for square in squares]).sum() / (2 * batch.size)
+
+    def _drawn(self, batch: Batch, each: int) -> Tensor:
+        """So many random numbers below 1 for `each` sample, [samples * each, 1], in batches of any size."""
+        first, last = batch.start // DRAWN_TOGETHER, (batch.start + batch.size - 1) // DRAWN_TOGETHER
+        blocks = [
+            torch.rand(DRAWN_TOGETHER, each, generator=torch.Generator().manual_seed(self.seed + number))
+            for number in range(first, last + 1)
+        ]
+        skipped = batch.start - first * DRAWN_TOGETHER
+        return torch.cat(blocks)[skipped : skipped + batch.size].reshape(-1, 1)
 
     def entered(self, model: nn.Module) -> Sequence[Tensor]:
         """Tensors besides weights and gates whose gradients are needed after `run`; none of a whole model."""

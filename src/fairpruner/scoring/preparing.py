@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from fairpruner.core.spaces import Spaces
 from fairpruner.discovery import discover
 from fairpruner.errors import FairprunerError, FairprunerWarning
-from fairpruner.inputs.batches import Batch, check_rereadable, forward, no_samples, read_batches
+from fairpruner.inputs.batches import Batch, check_rereadable, forward, read_batches
 from fairpruner.inputs.streamed import Streamed
 from fairpruner.inputs.tokens import real_tokens
 from fairpruner.models.attention import plain_attention
@@ -28,14 +27,6 @@ from fairpruner.scoring.signals.selection import ByKind, Selection, default_sign
 from fairpruner.terminal.progress import progress
 
 CALLER = 5  # stacklevel of the code that called `score`, in `without_hidden`
-
-
-def with_first(batches: Iterator[Batch]) -> tuple[Batch, Iterator[Batch]]:
-    """The first batch, and all batches from the first on."""
-    first = next(batches, None)
-    if first is None:
-        raise no_samples()
-    return first, itertools.chain([first], batches)
 
 
 def spaces_of(model: nn.Module | Streamed, spaces: Spaces | None, first: Batch) -> Spaces:

@@ -11,7 +11,7 @@ from torch import nn
 from fairpruner.core.scores import Scores
 from fairpruner.core.spaces import Spaces
 from fairpruner.errors import FairprunerError, check_whole_number
-from fairpruner.inputs.batches import Batch, in_halves, read_batches
+from fairpruner.inputs.batches import Batch, check_same_samples, in_halves, read_batches, with_first
 from fairpruner.inputs.losses import Loss
 from fairpruner.inputs.streamed import Streamed
 from fairpruner.inputs.workers import naming_dead_workers
@@ -25,7 +25,7 @@ from fairpruner.scoring.feeding import RunningSignal
 from fairpruner.scoring.gradients import only_gradients_of
 from fairpruner.scoring.noise import warn_of_noise
 from fairpruner.scoring.objective import Objective
-from fairpruner.scoring.preparing import class_groups, prepare, spaces_of, with_first
+from fairpruner.scoring.preparing import class_groups, prepare, spaces_of
 from fairpruner.scoring.processes import Processes
 from fairpruner.scoring.running import asking_again, results_of, scores_of, settings_of, start_signals
 from fairpruner.scoring.signals.base import Context, Side
@@ -130,13 +130,13 @@ def _passes(
     rereadable = not isinstance(data, Iterator)
     with progress("scoring", data) as advance:
         batches = processes.share(first) if calibration.needs_data else iter(())
-        samples = _pass(calibration.step, batches, signals, advance)
-    if processes.size > 1:
-        samples = sum(processes.gathered(samples))
+        own = _pass(calibration.step, batches, signals, advance)
+    samples = sum(processes.gathered(own))
     asking = asking_again(signals, processes, rereadable)
     while asking:
         with progress("scoring, once more", data) as advance:
-            _pass(calibration.show_again, processes.share(read()), asking, advance)
+            again = _pass(calibration.show_again, processes.share(read()), asking, advance)
+        check_same_samples(own, again)
         asking = asking_again(asking, processes, rereadable)
     return samples
 

@@ -19,7 +19,7 @@ from fairpruner.core.scores import Scores
 from fairpruner.core.sealed import Json
 from fairpruner.core.spaces import Spaces
 from fairpruner.errors import FairprunerError
-from fairpruner.inputs.batches import Batch, in_halves, read_batches
+from fairpruner.inputs.batches import Batch, in_halves, read_batches, with_first
 from fairpruner.inputs.losses import Loss
 from fairpruner.inputs.streamed import ORIGINAL, Streamed
 from fairpruner.inputs.walking import Disk, walking
@@ -29,7 +29,7 @@ from fairpruner.scoring.layer_passes import score_backward, score_forward
 from fairpruner.scoring.layer_results import Selections, merged_results
 from fairpruner.scoring.layer_signals import ScoringJob
 from fairpruner.scoring.objective import Objective
-from fairpruner.scoring.preparing import distinct, spaces_of, wanted_signals, with_first, without_hidden
+from fairpruner.scoring.preparing import distinct, spaces_of, wanted_signals, without_hidden
 from fairpruner.scoring.processes import Processes
 from fairpruner.scoring.running import scores_of, settings_of
 from fairpruner.scoring.signals.base import Observation, Side
