@@ -16,7 +16,7 @@ from fairpruner.core.budget import Budget, Metric, check_budget
 from fairpruner.core.costs import predict
 from fairpruner.core.latency import LatencyTable
 from fairpruner.core.plan import Plan
-from fairpruner.core.scores import Scores
+from fairpruner.core.scores import Scores, check_are_scores
 from fairpruner.core.tod import removal_order
 from fairpruner.core.units import KINDS, Kind
 from fairpruner.errors import FairprunerError, FairprunerWarning, check_whole_number
@@ -63,6 +63,7 @@ def allocate(
     >>> allocate(scores, keep=Budget("units", 0.25)).alpha
     0.6666666666666666
     """
+    check_are_scores(scores)
     if keep is not None and alpha is None:
         check_budget(keep)
         kinds = KINDS_OF_METRIC.get(keep.metric, KINDS)
@@ -132,6 +133,7 @@ def sweep(
     >>> [plan.depths for plan in sweep(scores, "units", [1.0, 0.75, 2])]
     [{'conv': 0}, {'conv': 1}, {'conv': 2}]
     """
+    check_are_scores(scores)
     if not isinstance(amounts, Iterable):
         raise FairprunerError(f"amounts is {amounts!r}, expected several: for example [0.75, 0.5, 0.25].")
     kinds = KINDS_OF_METRIC.get(metric, KINDS)

@@ -65,7 +65,7 @@ class Allocator:
         latency: LatencyTable | None = None,
         kinds: Sequence[Kind] = KINDS,
     ) -> None:
-        if rule not in RULES:
+        if not isinstance(rule, str) or rule not in RULES:
             raise unknown("rule", rule, RULES)
         if not len(scores.spaces):
             raise FairprunerError(

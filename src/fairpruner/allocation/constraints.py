@@ -30,8 +30,10 @@ def candidates_of(space: UnitSpace, multiple_of: int, min_keep: MinKeep) -> Ints
 
 def multiple_from(multiple_of: MultipleOf, latency: LatencyTable | None) -> int:
     """`multiple_of` as a number; "auto" takes that of the latency table."""
-    if multiple_of != "auto":
+    if not isinstance(multiple_of, str):
         return multiple_of
+    if multiple_of != "auto":
+        raise FairprunerError(f"multiple_of={multiple_of!r}, expected a whole number or 'auto'.")
     if latency is None:
         raise FairprunerError(
             "multiple_of='auto' takes the multiple from a latency table, and none was given: give latency=,"

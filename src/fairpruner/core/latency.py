@@ -164,7 +164,12 @@ def padded_to(multiple: int, lengths: Ints) -> Ints:
 
 
 def check_table(table: LatencyTable, spaces: Spaces) -> None:
-    """Raise if a table was made for another model."""
+    """Raise unless a table was made for this model."""
+    if not isinstance(table, LatencyTable):
+        raise FairprunerError(
+            f"latency is a {type(table).__name__}, expected a LatencyTable: from latency_table or"
+            " LatencyTable.load."
+        )
     if table.fingerprint != spaces.fingerprint:
         raise another_model(
             "The latency table belongs",

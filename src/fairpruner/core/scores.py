@@ -188,6 +188,14 @@ def check_scores(values: Floats, space: UnitSpace, signal: str) -> None:
         )
 
 
+def check_are_scores(scores: object) -> None:
+    """Raise unless `scores` are scores."""
+    if not isinstance(scores, Scores):
+        raise FairprunerError(
+            f"The scores are a {type(scores).__name__}, expected Scores: from score or Scores.load."
+        )
+
+
 def _kinds_per_flop(signal: str) -> frozenset[Kind]:
     """The kinds whose scores this signal divides by FLOPs; it may be named kind=signal+kind=signal.
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from fairpruner.core.arrays import Floats, Ints
-from fairpruner.errors import FairprunerError
+from fairpruner.errors import FairprunerError, is_whole_number
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +46,10 @@ def check_alpha(alpha: float) -> float:
     """Alpha as a float in [0, 1)."""
     if isinstance(alpha, (bool, str)) or not hasattr(alpha, "__float__"):
         raise FairprunerError(f"Alpha must be a number in [0, 1), found {alpha!r}.")
-    value = float(alpha)
+    try:
+        value = float(alpha)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise FairprunerError(f"Alpha must be a number in [0, 1), found {alpha!r}: {error}.") from error
     if not 0 <= value < 1:
         raise FairprunerError(
             f"Alpha is {value:g}, expected a tolerance in [0, 1): 0 allows no conflict, 0.1 allows one in"
@@ -84,6 +87,8 @@ def removal_order(removal: ArrayLike, groups: int = 1) -> Ints:
     ([1, 0, 2], [0, 3, 1, 2])
     """
     order = _ascending(_vector(removal, "Removal"))
+    if not is_whole_number(groups, at_least=1) or order.size % groups:
+        raise FairprunerError(f"groups={groups!r}, expected a divisor of the {order.size} units.")
     if groups == 1:
         return order
     group = order * groups // order.size  # [J] the group of each unit in the order
@@ -109,7 +114,7 @@ def _vector(values: ArrayLike, what: str) -> Floats:
     """Scores as float64 [J], refused unless they are finite numbers."""
     try:
         vector = np.asarray(values, dtype=np.float64)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise FairprunerError(f"{what} scores must be numbers, one per unit: {error}") from error
     if vector.ndim != 1 or vector.size == 0:
         raise FairprunerError(

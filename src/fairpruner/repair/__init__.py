@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fairpruner.core.plan import Plan, check_plan
-from fairpruner.errors import FairprunerError, unknown
+from fairpruner.errors import unknown
 from fairpruner.inputs.batches import Batch, check_rereadable, forward, read_batches, read_once
 from fairpruner.inputs.losses import Loss, loss_or_distance
 from fairpruner.inputs.same_order import SameOrder
@@ -20,14 +20,13 @@ from fairpruner.models.calling import evaluating
 from fairpruner.models.copying import deep_copy
 from fairpruner.models.devices import device_of_model
 from fairpruner.models.fingerprint import check_same_model
-from fairpruner.models.narrowing import kept_indices, lost_by, replaced_modules
 from fairpruner.models.supported import check_supported
 from fairpruner.repair.job import Job, compared, first_batch, would_raise_loss
 from fairpruner.repair.methods import METHODS
 from fairpruner.repair.notes import Note, Repaired
+from fairpruner.repair.shapes import Shapes
 from fairpruner.repair.statistics import Statistics
 from fairpruner.repair.streamed import cut_files
-from fairpruner.repair.tensors import tensors_by_name
 from fairpruner.terminal.progress import progress
 
 __all__ = [
@@ -91,7 +90,7 @@ def repair_with_notes(
     loss: Loss | str | None = None,
 ) -> Repaired:
     """The same as `repair`, with a note for each weight: `repaired`, `kept` or `skipped`, and why."""
-    methods = (method,) if isinstance(method, str) else tuple(method)
+    methods = (method,) if isinstance(method, str) or not isinstance(method, Iterable) else tuple(method)
     for name in methods:
         if name not in METHODS:
             raise unknown("repair method", name, METHODS)
@@ -163,21 +162,4 @@ def _check_cut(small: nn.Module, model: nn.Module, plan: Plan) -> None:
     check_same_model(
         model, plan.spaces.fingerprint, "The plan belongs", step="Give the model that was scored."
     )
-    kept, found = kept_indices(lost_by(small, plan.spaces), plan.removed), tensors_by_name(small)
-    gone = tuple(f"{part.module}." for part in replaced_modules(plan.spaces, plan.removed))
-    lists = tuple(
-        f"{name}."
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and name in kept
-    )
-    for name, tensor in tensors_by_name(model).items():
-        if name.startswith((*lists, *gone)):
-            continue  # the modules of a shortened list have new numbers; a removed block has no tensors
-        left = kept.get(name, {})
-        expected = [len(left[dim]) if dim in left else size for dim, size in enumerate(tensor.shape)]
-        shape = list(found[name].shape) if name in found else None
-        if shape != expected:
-            raise FairprunerError(
-                f"The model to repair is not the cut of this plan: {name} has the shape {shape}, expected"
-                f" {expected}. Give fp.cut(model, plan)."
-            )
+    Shapes.of(model).check_cut(small, plan)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fairpruner.core.plan import Plan
+from fairpruner.core.plan import Plan, check_plan
 from fairpruner.core.spaces import Spaces
 from fairpruner.errors import another_model, unknown
 from fairpruner.inputs.batches import read_batches, with_first
@@ -20,6 +20,7 @@ from fairpruner.repair.consumers import consumers_of
 from fairpruner.repair.least_squares import JudgingFit, apply, gather, sort_out
 from fairpruner.repair.notes import Repaired
 from fairpruner.repair.regression import judged_fit, judged_mean
+from fairpruner.repair.shapes import Shapes
 from fairpruner.repair.tensors import tensors_by_name
 from fairpruner.repair.weight_uses import find_weight_uses
 
@@ -51,7 +52,7 @@ class Statistics:
         check_same_model(
             model, spaces.fingerprint, "The spaces belong", step="Give the model they were found in."
         )
-        self._fingerprint = spaces.fingerprint
+        self._fingerprint, self._shapes = spaces.fingerprint, Shapes.of(model)
         device = device_of_model(model)
         with torch.inference_mode(False), torch.no_grad(), evaluating(model):
             first, batches = with_first(read_batches(data, device, model))
@@ -63,10 +64,12 @@ class Statistics:
         """A copy of `small`, the cut by `plan`, after `least_squares` or `mean`; no loss is compared."""
         if method not in JUDGES:
             raise unknown("repair from statistics", method, JUDGES)
+        check_plan(plan)
         if plan.spaces.fingerprint != self._fingerprint:
             raise another_model(
                 "The plan belongs", plan.spaces.fingerprint, self._fingerprint, "Give its statistics."
             )
+        self._shapes.check_cut(small, plan)
         lost = {part.tensor for s in plan.spaces if plan.removed[s.name] for part in s.slices_of("read")}
         repaired = deep_copy(small)
         lost &= set(tensors_by_name(repaired))  # a removed block takes its consumers with it

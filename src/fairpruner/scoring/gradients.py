@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fairpruner.errors import FairprunerError
 from fairpruner.inputs.batches import Batch
+from fairpruner.models.precision import in_float32
 from fairpruner.models.torch_private import without_reentrant_checkpoints
 
 
@@ -38,13 +39,23 @@ def only_gradients_of(model: nn.Module, weights: Collection[nn.Parameter]) -> It
 
 
 def gradients_of(loss: Tensor, inputs: Sequence[Tensor], batch: Batch) -> Sequence[Tensor | None]:
-    """The gradient of a batch's loss for each input; None for an input that the loss does not depend on."""
+    """The gradient of a batch's loss for each input; None for an input that the loss does not depend on.
+
+    Those of a mean over many samples may be too small for float16. For such inputs the loss is multiplied
+    by a power of two near the number of samples, and the gradients are divided by it in float32.
+    """
     if not loss.requires_grad:
         raise FairprunerError(
             "The loss has no gradient: compute it from the model's output with torch functions, without"
             " detach or item."
         )
+    scale = 1.0
+    if any(tensor.dtype is torch.float16 for tensor in inputs):
+        scale = 2.0 ** (batch.size.bit_length() - 1)
     try:
-        return torch.autograd.grad(loss, inputs, allow_unused=True)
+        found = torch.autograd.grad(loss * scale, inputs, allow_unused=True)
     except RuntimeError as error:
         raise FairprunerError(f"The backward pass failed on batch {batch.position}: {error}") from error
+    if scale == 1:
+        return found
+    return [None if gradient is None else in_float32(gradient) / scale for gradient in found]

@@ -14,6 +14,8 @@ from fairpruner.models.calling import describe
 from fairpruner.scoring.objective import Objective
 from fairpruner.scoring.signals.classes import ClassGroups
 
+MOST_CLASSES = 10**6
+
 
 class SignalLabels:
     """Class indices, groups of classes or maps of classes, if the signals `comparing` need them.
@@ -46,5 +48,7 @@ class SignalLabels:
         if not self._comparing:
             return 1
         seen = 1 if labels is None else int(labels.max()) + 1
+        if labels is not None and seen > MOST_CLASSES:  # such labels are identities, which have gaps
+            seen = labels.unique().numel()
         logits = logits_of(output)
         return max(seen, logits.shape[1]) if logits is not None and logits.ndim in (2, 4) else seen

@@ -16,6 +16,7 @@ from fairpruner.inputs.batches import Batch, check_rereadable, forward, read_bat
 from fairpruner.inputs.streamed import Streamed
 from fairpruner.inputs.tokens import real_tokens
 from fairpruner.models.attention import plain_attention
+from fairpruner.models.calling import describe
 from fairpruner.models.features import LastInput
 from fairpruner.models.fingerprint import check_same_model
 from fairpruner.models.reads import NotObservable
@@ -33,6 +34,8 @@ def spaces_of(model: nn.Module | Streamed, spaces: Spaces | None, first: Batch) 
     """The given spaces, checked to be this model's, or those that discovery finds from the first sample."""
     if spaces is None:
         spaces = discover(model, first.rows(0, 1).inputs)
+    if not isinstance(spaces, Spaces):
+        raise FairprunerError(f"spaces is {describe(spaces)}, expected what discover returned.")
     model = model.model if isinstance(model, Streamed) else model
     check_same_model(model, spaces.fingerprint, "The spaces belong", step="Discover them again.")
     if not len(spaces):

@@ -58,7 +58,7 @@ class Context:
 class BatchInfo:
     """The size of one batch, and the half of the data that it belongs to."""
 
-    samples: int  # for a language model, predicted tokens
+    samples: int  # for a language model, predicted tokens; for segmentation, labelled pixels
     half: int  # 0 or 1
 
 

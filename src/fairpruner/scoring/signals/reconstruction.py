@@ -154,9 +154,17 @@ class CovarianceSums:
         parts = len(self._rows)
         for part in range(parts):
             own = rows[(part - self._samples) % parts :: parts].transpose(0, 1).flatten(1)  # [J D, rows]
-            # Computed where the activations are; summed in float64 on the CPU, since not all devices have it.
-            self._products[part] += gram_matrix(own.T).cpu()
-            self._sums[part] += own.sum(1).cpu()
+            if not own.shape[1]:
+                continue
+            # Products in float32 of rows far from zero would hide how they vary, so their mean is taken off
+            # first. It is added in float64, on the CPU, since not all devices have it.
+            mean = own.mean(1)
+            centred = own - mean[:, None]
+            rest, mean = centred.sum(1).cpu().double(), mean.cpu().double()  # the mean was rounded
+            sums = mean * own.shape[1] + rest
+            self._products[part] += gram_matrix(centred.T).cpu()
+            self._products[part].addr_(mean, sums).addr_(rest, mean)
+            self._sums[part] += sums
             self._rows[part] += own.shape[1]
         self._samples += len(activation)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from fairpruner.core.spaces import Spaces
 from fairpruner.core.units import KINDS, Kind
@@ -50,7 +51,9 @@ def parse_signals(side: Side, asked: Asked | None) -> tuple[ByKind, ...] | None:
     """
     if asked is None:
         return None
-    several = (asked,) if isinstance(asked, (str, Signal, Mapping)) else tuple(asked)
+    several: tuple[Any, ...] = (asked,)
+    if isinstance(asked, Iterable) and not isinstance(asked, (str, Mapping)):
+        several = tuple(asked)
     if not several:
         raise FairprunerError(f"{side}= is empty, expected at least one signal.")
     return tuple(_by_kind(side, one) for one in several)
@@ -89,6 +92,11 @@ def _by_kind(side: Side, one: One) -> ByKind:
     """One signal as the caller wrote it, as a signal for each kind that it can score."""
     if isinstance(one, str):
         one = dict(part.partition("=")[::2] for part in one.split("+")) if "=" in one else named(side, one)
+    if not isinstance(one, (Signal, Mapping)) or one == {}:
+        raise FairprunerError(
+            f"{side}= holds {one!r}, expected the name of a signal, a signal such as signals.Wasserstein(),"
+            " or a mapping from kinds of spaces to signals."
+        )
     if isinstance(one, Signal):
         return dict.fromkeys((kind for kind in KINDS if kind in one.kinds), one)
     for kind in one:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fairpruner.core.arrays import Floats, Ints
 from fairpruner.core.units import UnitSpace
-from fairpruner.errors import FairprunerError
+from fairpruner.errors import FairprunerError, check_whole_number
 from fairpruner.models.devices import device_of_model
 from fairpruner.models.precision import in_float32
 from fairpruner.scoring.processes import Processes
@@ -45,10 +45,7 @@ class Wasserstein(Signal):
     compares_classes: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.projections < 1:
-            raise FairprunerError(
-                f"Signal {self.name!r} has {self.projections} projections, expected at least 1."
-            )
+        check_whole_number("projections", self.projections)
 
     def start(self, context: Context) -> Accumulator:
         return _WassersteinAccumulator(self, context)
