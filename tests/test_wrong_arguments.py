@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from fractions import Fraction
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -76,6 +78,18 @@ WRONG: list[tuple[Callable[[Given], Any], str]] = [
 def test_one_sentence(call: Callable[[Given], Any], message: str) -> None:
     with pytest.raises(FairprunerError, match=message):
         call(given())
+
+
+def test_spaces_of_an_edited_file(tmp_path: Path) -> None:
+    found = given()
+    found.plan.save(tmp_path / "plan.json")
+    content = json.loads((tmp_path / "plan.json").read_text())
+    del content["digest"]
+    (tmp_path / "edited.json").write_text(json.dumps(content).replace('"2.weight"', '"3.weight"'))
+    spaces = fp.Plan.load(tmp_path / "edited.json").spaces
+    for use in (found.score, lambda spaces: fp.RepairStatistics(found.net, spaces, found.data)):
+        with pytest.raises(FairprunerError, match=r"owns '3.weight': no such tensor"):
+            use(spaces=spaces)
 
 
 def test_labels_of_any_whole_type() -> None:

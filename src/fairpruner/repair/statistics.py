@@ -16,6 +16,7 @@ from fairpruner.models.calling import evaluating
 from fairpruner.models.copying import deep_copy
 from fairpruner.models.devices import device_of_model
 from fairpruner.models.fingerprint import check_same_model
+from fairpruner.models.fitting import check_fits
 from fairpruner.repair.consumers import consumers_of
 from fairpruner.repair.least_squares import JudgingFit, apply, gather, sort_out
 from fairpruner.repair.notes import Repaired
@@ -52,6 +53,7 @@ class Statistics:
         check_same_model(
             model, spaces.fingerprint, "The spaces belong", step="Give the model they were found in."
         )
+        check_fits(model, Plan.removing(spaces, {}))
         self._fingerprint, self._shapes = spaces.fingerprint, Shapes.of(model)
         device = device_of_model(model)
         with torch.inference_mode(False), torch.no_grad(), evaluating(model):

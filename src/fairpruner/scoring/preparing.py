@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fairpruner.core.plan import Plan
 from fairpruner.core.spaces import Spaces
 from fairpruner.discovery import discover
 from fairpruner.errors import FairprunerError, FairprunerWarning
@@ -19,6 +20,7 @@ from fairpruner.models.attention import plain_attention
 from fairpruner.models.calling import describe
 from fairpruner.models.features import LastInput
 from fairpruner.models.fingerprint import check_same_model
+from fairpruner.models.fitting import check_fits
 from fairpruner.models.reads import NotObservable
 from fairpruner.scoring.calibration import Calibration
 from fairpruner.scoring.objective import Objective
@@ -38,6 +40,8 @@ def spaces_of(model: nn.Module | Streamed, spaces: Spaces | None, first: Batch) 
         raise FairprunerError(f"spaces is {describe(spaces)}, expected what discover returned.")
     model = model.model if isinstance(model, Streamed) else model
     check_same_model(model, spaces.fingerprint, "The spaces belong", step="Discover them again.")
+    if spaces.from_file:
+        check_fits(model, Plan.removing(spaces, {}))
     if not len(spaces):
         raise FairprunerError(
             f"There is nothing to score in {type(model).__name__}: the spaces are empty, and"
