@@ -252,8 +252,8 @@ def _shaken(weights: Change) -> Change:
         tensor = weights(name, tensor)
         if not tensor.is_floating_point():
             return tensor
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + 1)
-        up = torch.randint(0, 2, tensor.shape, generator=generator).to(tensor) * 2 - 1
+        generator = torch.Generator("cpu").manual_seed(zlib.crc32(name.encode()) + 1)
+        up = torch.randint(0, 2, tensor.shape, generator=generator, device="cpu").to(tensor) * 2 - 1
         return tensor * (1 + SHAKE * up)
 
     return change

@@ -289,6 +289,8 @@ def _restore_array(array: np.ndarray, before: np.ndarray) -> None:
 
 
 def _restore_flag(tensor: Tensor, requires_grad: bool) -> None:
+    if not tensor.is_leaf:  # a buffer that was written in place from activations with gradients
+        tensor.detach_()
     if tensor.requires_grad != requires_grad:
         tensor.requires_grad_(requires_grad)
 
@@ -302,6 +304,7 @@ def _restore_memory(tensor: Tensor, before: Tensor) -> None:
 def _restore_values(tensor: Tensor, before: Tensor) -> None:
     # Inference mode can write into any tensor, and it does not raise the tensor's version.
     with torch.inference_mode():
-        if not torch.equal(tensor, before):  # also if a number is not a number
+        # Some types, such as complex32, cannot be compared. What is not a number is written anew, too.
+        if tensor.is_complex() or not torch.equal(tensor, before):
             once = tuple(slice(1) if step == 0 else slice(None) for step in tensor.stride())
             tensor[once].copy_(before[once])  # an expanded tensor can be written once only
