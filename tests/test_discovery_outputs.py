@@ -160,6 +160,7 @@ def test_a_branch_that_the_example_does_not_take_is_named() -> None:
         "extra",
     }
     assert "more_examples" in spaces.left_out["long"]
+    assert "only runs in training mode" in spaces.left_out["long"]
 
 
 def test_several_examples_show_every_branch() -> None:
