@@ -51,6 +51,13 @@ def test_a_buffer_with_a_history_is_one_sentence_and_the_model_is_as_before() ->
     copy.deepcopy(model)
 
 
+def test_a_view_with_a_history_is_one_sentence() -> None:
+    model = RunningMean()
+    model.mean = torch.zeros(2, 8)[0]
+    with pytest.raises(fp.FairprunerError, match=r"into a tensor \[8\] that it holds.* a clone"):
+        fp.score(model, [(X, torch.tensor([0, 1, 0]))] * 2)
+
+
 class WithoutElements(Plain):
     def __init__(self) -> None:
         super().__init__()
