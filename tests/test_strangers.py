@@ -350,9 +350,9 @@ def test_an_example_is_drawn_as_it_was_recorded_and_its_numbers_are_not_kept(exa
 def test_a_mask_that_hides_some_tokens_is_drawn_with_some_hidden() -> None:
     """Whichever value hides them: nn.TransformerEncoder ignores where a mask is True."""
     for dtype in (torch.bool, torch.int64):
-        mask = draw_example(record(torch.tensor([[0, 0, 1]]).to(dtype)), torch.device("cpu"))
+        mask = draw_example(record(torch.tensor([[0, 0, 1]] * 2).to(dtype)), torch.device("cpu"))
         assert mask.dtype == dtype
-        assert mask.tolist() == [[1, 0, 1]]
+        assert mask.tolist() == [[1, 0, 1]] * 2
 
 
 def tensors(value: Any) -> list[torch.Tensor]:

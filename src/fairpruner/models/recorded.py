@@ -103,8 +103,9 @@ def _draw_tensor(recorded: Json, generator: torch.Generator) -> Tensor:
     noise = torch.rand(field(recorded, "shape"), generator=generator, dtype=torch.float64, device="cpu")
     if dtype.is_floating_point:  # an example of equal numbers, such as zeros, only gave a shape
         return (low + noise * ((high - low) or 1)).to(dtype)
-    if low == 0 and high == 1:  # a mask: some tokens are hidden, whichever value hides them
-        return (torch.arange(noise.numel(), device="cpu").view(noise.shape) % 2 == 0).to(dtype)
+    if low == 0 and high == 1:  # a mask: in each row some tokens are hidden, whichever value hides them
+        places = torch.arange(noise.shape[-1] if noise.ndim else 1, device="cpu")
+        return (places % 2 == 0).to(dtype).expand(noise.shape).clone()
     if low == high:
         return torch.full_like(noise, high).to(dtype)
     return (low + torch.floor(noise * (high - low + 1))).to(dtype)
