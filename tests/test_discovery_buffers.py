@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from checks import check_cut, doubled, some_units, with_lively_weights
@@ -49,6 +51,15 @@ def test_an_instance_norm_with_its_own_statistics_goes_along_with_its_channels()
     spaces = fp.discover(model, example)
     small = check_cut(model, example, spaces, some_units(spaces, 0.5, 0))
     assert small[1].running_mean.shape == small[1].running_var.shape == (6,)  # for every sample the same
+
+
+@pytest.mark.parametrize("kind", [nn.InstanceNorm2d, nn.BatchNorm2d])
+def test_a_norm_without_tensors_knows_how_many_channels_it_has(kind: Callable[..., nn.Module]) -> None:
+    norm = kind(12, affine=False, track_running_stats=False)
+    net = nn.Sequential(nn.Conv2d(3, 12, 3), norm, nn.ReLU(), nn.Conv2d(12, 2, 1))
+    model, example = with_lively_weights(net.eval()), torch.randn(2, 3, 6, 6, dtype=torch.float64)
+    small = check_cut(model, example, fp.discover(model, example), {"0": (0, 5, 7)})
+    assert small[1].num_features == 9
 
 
 class Positions(nn.Module):

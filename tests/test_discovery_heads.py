@@ -202,6 +202,42 @@ def test_an_input_as_long_as_it_is_wide_changes_nothing() -> None:
         assert difference(fp.mask(model, plan), fp.cut(model, plan), example) < 1e-12
 
 
+class ByWidthWithMask(ByWidth):
+    """Takes a mask [batch, tokens, at least tokens], of which it uses as many keys as the mask has."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        B, N, C = x.shape
+        q, k, v = self.qkv(x).reshape(B, N, 3, self.num_heads, C // self.num_heads).permute(2, 0, 3, 1, 4)
+        keys = mask.shape[-1]
+        attended = (q @ k.mT[..., :keys]).masked_fill(~mask[:, None], -1e4).softmax(-1) @ v[:, :, :keys]
+        return self.proj(attended.transpose(1, 2).reshape(B, N, C))
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.attention, self.last = nn.Linear(6, 16), ByWidthWithMask(), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.last(self.attention(mask=mask, x=self.first(x)))
+
+
+def test_a_mask_over_as_many_tokens_as_heads_are_wide_keeps_its_shape() -> None:
+    model, masks = with_lively_weights(Masked()), {n: torch.ones(2, n, n).tril().bool() for n in (5, 16)}
+    plan = fp.Plan.removing(fp.discover(model, (TOKENS, masks[5])), {"attention.qkv": [1, 3]})
+    example = (torch.randn(2, 16, 6, dtype=torch.float64), masks[16])
+    assert difference(fp.mask(model, plan), fp.cut(model, plan), example) < 1e-12
+
+
+def test_a_model_with_narrow_heads_is_compiled_around_them_and_its_shallow_copy_stands_alone() -> None:
+    model = around(ByWidth()).double()
+    small = fp.cut(model, fp.Plan.removing(fp.discover(model, TOKENS), {"1.qkv": [2]}))
+    assert torch.allclose(torch.compile(small, backend="eager")(TOKENS), small(TOKENS))
+    twin = copy.copy(small[1])
+    twin.num_heads = 1
+    assert small[1].num_heads == 3
+
+
 def test_heads_that_read_a_shared_configuration_shrink_alone(tmp_path: Path) -> None:
     """Phi-3 divides its fused projection by a number of the configuration that all blocks share."""
     transformers = pytest.importorskip("transformers")

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import fairpruner as fp
+from fairpruner.discovery.comparing import compare
 
 
 @dataclass
@@ -159,6 +160,7 @@ def test_a_branch_that_the_example_does_not_take_is_named() -> None:
         "extra",
     }
     assert "more_examples" in spaces.left_out["long"]
+    assert "only runs in training mode" in spaces.left_out["long"]
 
 
 def test_several_examples_show_every_branch() -> None:
@@ -231,3 +233,46 @@ def test_a_constant_of_which_the_model_takes_the_root_stays_positive_in_the_chec
     spaces = fp.discover(RootOfConstant(), torch.randn(3, 4))
     assert [(space.name, space.size) for space in spaces] == [("first", 8)]
     assert "variance" in [part.tensor for part in spaces["first"].slices]
+
+
+class Unscaled(nn.Module):
+    """Divides a hidden layer by the root of its width, which a cut changes; `form` joins what the rest of the
+    model and this branch return, both [batch, 4].
+    """
+
+    def __init__(self, form: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.form = form
+        self.one, self.two, self.wide, self.last = (nn.Linear(*s) for s in ((4, 9), (9, 4), (4, 16), (16, 4)))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        hidden = torch.relu(self.wide(x))
+        return self.form(self.two(torch.relu(self.one(x))), self.last(hidden * hidden.shape[-1] ** -0.5))
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda rest, branch: (rest, torch.view_as_complex(branch.unflatten(-1, (2, 2)))),
+        lambda rest, branch: torch.view_as_complex((rest + branch).unflatten(-1, (2, 2))).conj(),
+        lambda rest, branch: torch.cat([rest * 1e6, branch.sigmoid()], -1),
+    ],
+    ids=["complex beside real", "complex alone", "small beside large"],
+)
+def test_a_wrong_cut_does_not_hide_in_a_part_of_the_output(form: Callable[..., Any]) -> None:
+    spaces = fp.discover(Unscaled(form), torch.randn(20, 4))
+    assert spaces.names == ("one",)
+    assert "differ" in spaces.left_out["wide"]
+
+
+def test_logits_of_minus_infinity_are_compared_by_their_places() -> None:
+    legal = torch.tensor([True, False])
+    model = Returning(lambda logits, _: logits.masked_fill(~legal, float("-inf")))
+    spaces = fp.discover(model, torch.randn(3, 4))
+    assert spaces.names == ("one", "two")
+    plan = fp.Plan.removing(spaces, {"one": (0, 4), "two": (2,)})
+    assert torch.allclose(fp.cut(model, plan)(torch.ones(1, 4)), fp.mask(model, plan)(torch.ones(1, 4)))
+    with pytest.raises(fp.FairprunerError, match="the output on the example is not finite"):
+        fp.discover(Returning(lambda logits, _: logits / 0), torch.randn(3, 4))
+    there, elsewhere = torch.tensor([float("inf"), 1.0]), torch.tensor([1.0, float("inf")])
+    assert "differ where the output is infinite" in compare([there], [elsewhere], 1e-4, final=True)

@@ -64,6 +64,10 @@ def test_torch_has_what_torch_private_uses() -> None:
     out = torch.ops.aten.add.out
     assert torch_private.written_tensors(out, (weight, weight), {"out": other}) == [other]
     assert not torch_private.is_compiled(nn.Linear(2, 2))
+    assert not torch_private.is_compiled_in_place(nn.Linear(2, 2))
+    seen: list[bool] = []
+    torch.vmap(lambda row: seen.append(torch_private.is_transformed(row)) or row)(other)
+    assert [*seen, torch_private.is_transformed(other)] == [True, False]
     layers = nn.Sequential(nn.Linear(2, 2))
     own, other_layer = layers[0], nn.ReLU()
     with torch_private.replaced_children(layers, {"0": other_layer}):

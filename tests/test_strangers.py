@@ -347,6 +347,14 @@ def test_an_example_is_drawn_as_it_was_recorded_and_its_numbers_are_not_kept(exa
         assert int(again["input_ids"].max()) <= 9
 
 
+def test_a_mask_that_hides_some_tokens_is_drawn_with_some_hidden() -> None:
+    """Whichever value hides them: nn.TransformerEncoder ignores where a mask is True."""
+    for dtype in (torch.bool, torch.int64):
+        mask = draw_example(record(torch.tensor([[0, 0, 1]] * 2).to(dtype)), torch.device("cpu"))
+        assert mask.dtype == dtype
+        assert mask.tolist() == [[1, 0, 1]] * 2
+
+
 def tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
@@ -357,6 +365,8 @@ def tensors(value: Any) -> list[torch.Tensor]:
 def test_what_cannot_be_recorded_is_none() -> None:
     assert record(object()) is None
     assert record({"x": torch.full((2,), float("-inf"))}) is None
+    assert record([torch.ones(2, 2).to_sparse()]) is None
+    assert record(nn.utils.rnn.pack_sequence([torch.ones(2, 3)])) is None  # a named tuple
 
 
 def test_a_recorded_example_of_a_billion_numbers_is_refused() -> None:

@@ -46,6 +46,12 @@ def compiled() -> Any:
     return torch.compile(plain(), backend="eager")
 
 
+def compiled_in_place() -> nn.Module:
+    model = plain()
+    model[0].compile(backend="eager")
+    return model
+
+
 def sparse() -> nn.Module:
     model = plain()
     model[0].weight = nn.Parameter(model[0].weight.detach().to_sparse(), requires_grad=False)
@@ -78,6 +84,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "exported module": (lambda: exported().module(), r"is an exported graph"),
     "quantized": (quantized, r"The model's '0' \(Linear\) is quantized: .* Prune the model before"),
     "compiled": (compiled, r"The model \(OptimizedModule\) is compiled, .* Give the module it was made from"),
+    "compiled in place": (compiled_in_place, r"The model's '0' \(Linear\) is compiled, .* Prune the model"),
     "sparse": (sparse, r"The model's '0' \(Linear\) has a sparse tensor weight, .* Make it dense"),
     "lazy": (lazy, r"The model's '0' \(LazyLinear\) is lazy: its weight has no shape"),
     "parallel": (

@@ -30,7 +30,10 @@ from fairpruner.models.fingerprint import fingerprint
 from fairpruner.models.recorded import record
 from fairpruner.models.supported import check_has_numbers
 
-UNUSED = "the example does not use it; to include it, discover with more_examples=[…] that do"
+UNUSED = (
+    "the example does not use it in eval mode; to include it, discover with more_examples=[…] that do. If it"
+    " only runs in training mode, as an auxiliary head does, a cut model may fail there"
+)
 
 
 def discover(

@@ -15,6 +15,7 @@ from torch import nn
 from fairpruner.core.arrays import Ints
 from fairpruner.core.tod import removal_order
 from fairpruner.core.units import UnitSpace
+from fairpruner.discovery.comparing import NO_NUMBERS, NOT_FINITE, close, compare, is_rounding, shares
 from fairpruner.discovery.failing import first_line, raise_if_out_of_memory
 from fairpruner.discovery.lively import lively_weights
 from fairpruner.discovery.ties import in_one_order
@@ -31,14 +32,11 @@ PRECISIONS: tuple[tuple[torch.dtype | None, float], ...] = (
     (torch.float64, 1e-9),
     (None, 1e-2),
 )
-# A model may amplify rounding, as attention between large numbers does. A small difference is rounding if
-# weights that change by this share make one ten times as large: a wrong cut changes far more than they do.
+# The share by which weights are shaken, to see how much a model amplifies rounding: a wrong cut changes far
+# more than they do.
 SHAKE = 1e-12
-TREMOR = 1e-4
 
 DRAWS = 8  # of random weights, if the output of the model holds no real numbers
-NOT_FINITE = "the output on the example is not finite, so a cut cannot be checked"
-NO_NUMBERS = "the output on the example holds no real numbers, so a cut cannot be checked"
 
 RemovedUnits = dict[str, Ints]
 
@@ -82,7 +80,7 @@ class Check:
         self._decisive = torch.float64 if has_float64(device_of_model(model)) else torch.float32
         self._too_coarse = False  # whether rounding in float32 looks like a difference
         # By example: the differences of the outputs that shaken weights made, when they were tried last.
-        self._floors: dict[int, list[float]] = {}
+        self._floors: dict[int, list[torch.Tensor]] = {}
         self.runs = cache(self._whole_model_runs)
         # The model itself with the random weights, which take little memory.
         self.whole = cache(lambda: copy_with(model, self.lively(torch.float32)))
@@ -140,13 +138,14 @@ class Check:
                 failure = masked
                 continue
             whole, less = (in_one_order(run.outputs, tolerance) for run in (masked, small))
-            reason = _compare(whole, less, tolerance)
-            if reason and dtype is torch.float64 and _close(whole, less):
-                found = _shares(whole, less)
-                if not _rounding(found, self._floors.get(position)):
+            final = dtype is not torch.float32 or dtype is self._decisive
+            reason = compare(whole, less, tolerance, final=final)
+            if reason and dtype is torch.float64 and close(whole, less):
+                found = shares(whole, less)
+                if not is_rounding(found, self._floors.get(position)):
                     shaken = self._outputs(mask(weights=_shaken(weights)), inputs, Visits())
-                    self._floors[position] = _shares(whole, in_one_order(shaken, tolerance))
-                reason = "" if _rounding(found, self._floors[position]) else reason
+                    self._floors[position] = shares(whole, in_one_order(shaken, tolerance))
+                reason = "" if is_rounding(found, self._floors[position]) else reason
             if not reason:
                 self._too_coarse |= dtype is torch.float64
                 return None
@@ -235,55 +234,15 @@ def cast(example: Any, dtype: torch.dtype | None) -> Any:
 
 
 def outputs(model: nn.Module, inputs: Any, visits: Visits) -> list[torch.Tensor]:
-    """The tensors that a model in eval mode returns; the modules it runs through join `visits`."""
+    """The tensors that a model in eval mode returns; the modules it runs through join `visits`.
+
+    Nested tensors are returned in parts, sparse ones dense, and complex numbers as pairs of real ones.
+    """
     with in_eval_mode(model), torch.no_grad(), watching_modules(model, visits):
         found = output_tensors(call(model, inputs))
         parts = [part for t in found for part in (t.unbind() if t.is_nested else (t,))]
-        return [part if part.layout is torch.strided else part.to_dense() for part in parts]
-
-
-def _compare(masked: list[torch.Tensor], small: list[torch.Tensor], tolerance: float) -> str:
-    if [t.shape for t in masked] != [t.shape for t in small]:
-        return (
-            f"a cut changes the output's shape from {[tuple(t.shape) for t in masked]} to"
-            f" {[tuple(t.shape) for t in small]}"
-        )
-    pairs = [(a, b) for a, b in zip(masked, small, strict=True) if a.is_floating_point() and a.numel()]
-    if not pairs:
-        return NO_NUMBERS
-    if not any(a.any() for a, _ in pairs):
-        return "the output on the example is zero, so a cut cannot be checked"
-    for a, b in pairs:
-        if not a.isfinite().all():
-            return NOT_FINITE
-        difference, scale = float((a - b).abs().max()), float(a.abs().max())
-        if not difference <= tolerance * scale:
-            return f"mask and cut differ by {difference:.2g} where the output is {scale:.2g}"
-    return ""
-
-
-def _close(masked: Sequence[torch.Tensor], small: Sequence[torch.Tensor]) -> bool:
-    """Whether outputs of the same shapes differ by no more than amplified rounding may."""
-    if [t.shape for t in masked] != [t.shape for t in small]:
-        return False
-    shares = _shares(masked, small)
-    return bool(shares) and all(share <= TREMOR for share in shares)
-
-
-def _rounding(found: Sequence[float], floors: Sequence[float] | None) -> bool:
-    """Whether mask and cut differ far less than a mask with shaken weights differs from the mask."""
-    return floors is not None and all(
-        share <= max(floor / 10, 1e-9) for share, floor in zip(found, floors, strict=True)
-    )
-
-
-def _shares(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> list[float]:
-    """The largest difference of each pair of outputs, as a share of the largest number."""
-    return [
-        float((x - y).abs().max() / x.abs().max())
-        for x, y in zip(a, b, strict=True)
-        if x.is_floating_point() and x.numel()
-    ]
+        dense = [part if part.layout is torch.strided else part.to_dense() for part in parts]
+        return [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in dense]
 
 
 def _shaken(weights: Change) -> Change:
@@ -293,8 +252,8 @@ def _shaken(weights: Change) -> Change:
         tensor = weights(name, tensor)
         if not tensor.is_floating_point():
             return tensor
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + 1)
-        up = torch.randint(0, 2, tensor.shape, generator=generator).to(tensor) * 2 - 1
+        generator = torch.Generator("cpu").manual_seed(zlib.crc32(name.encode()) + 1)
+        up = torch.randint(0, 2, tensor.shape, generator=generator, device="cpu").to(tensor) * 2 - 1
         return tensor * (1 + SHAKE * up)
 
     return change

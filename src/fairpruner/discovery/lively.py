@@ -32,7 +32,7 @@ def lively_weights(
     matrices = {
         name: p
         for name, p in model.named_parameters()
-        if p.ndim > 1 and p.is_floating_point() and name not in written
+        if p.ndim > 1 and p.numel() and p.is_floating_point() and name not in written
     }
     kinds = {
         name: (max(p.shape[1:]) if name in stacks else p[0].numel(), p.dtype, p.device)
@@ -92,10 +92,11 @@ def lively(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.
     """
     if not tensor.is_floating_point():
         unknown = torch.ones if tensor.dtype is torch.bool else torch.zeros
-        return unknown(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor
-    noise = torch.rand(
-        tensor.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())), dtype=torch.float32
-    )
+        return unknown(tensor.shape, dtype=tensor.dtype, device="cpu") if tensor.is_meta else tensor
+    if not tensor.numel():
+        return torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device=_home(tensor.device))
+    generator = torch.Generator("cpu").manual_seed(zlib.crc32(name.encode()))
+    noise = torch.rand(tensor.shape, generator=generator, dtype=torch.float32, device="cpu")
     fresh = noise.add_(0.5) if tensor.ndim < 2 else noise.sub_(0.5).mul_((24 / tensor[0].numel()) ** 0.5)
     return fresh.to(device=_home(tensor.device), dtype=dtype or tensor.dtype)
 

@@ -100,7 +100,7 @@ class Recorder:
 
     def _with_ids(self, name: str, tensor: torch.Tensor) -> Shadow:
         maps = []
-        for dim, size in enumerate(tensor.shape):
+        for dim, size in enumerate(tensor.shape if tensor.numel() else ()):
             if size > 1:
                 axis = self.new_axis(name, dim, size)
                 shape = [size if d == dim else 1 for d in range(tensor.ndim)]

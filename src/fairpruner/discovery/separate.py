@@ -38,7 +38,8 @@ def check_separate(check: Check) -> None:
             if not check.runs(None, position):
                 raise FairprunerError(
                     f"A copy of {type(model).__name__} with random weights cannot run, so that no cut can be"
-                    f" checked: {first_line(error)}."
+                    f" checked: {first_line(error)}. If it takes inputs of a special kind alone, give one by"
+                    " example=."
                 ) from error
     if uses.found:
         raise FairprunerError(

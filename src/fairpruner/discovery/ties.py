@@ -49,7 +49,8 @@ def _ordered(image: Sequence[Tensor], scores: Tensor, tolerance: float) -> list[
     parts = [row.reshape(len(row), -1).cpu().double() for row in rows if row[0].numel() <= MOST_NUMBERS]
     numbers = torch.cat(parts, 1)  # [n, all numbers of a row]
     numbers = numbers / numbers.abs().amax(0).clamp_min(torch.finfo(numbers.dtype).tiny)
-    weights = torch.rand(numbers.shape[1], generator=torch.Generator().manual_seed(0), dtype=numbers.dtype)
+    generator = torch.Generator("cpu").manual_seed(0)
+    weights = torch.rand(numbers.shape[1], generator=generator, dtype=numbers.dtype, device="cpu")
     falls = -scores.cpu().double().diff() > tolerance * float(scores.abs().max())
     level = torch.cat([falls.new_zeros(1), falls]).cumsum(0)  # [n], equal where scores tie
     order = (numbers @ weights).argsort(stable=True)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fairpruner.models.torch_private import hooked_modules
+from fairpruner.models.torch_private import hooked_modules, is_transformed
 
 Summary = tuple[torch.Size, float]  # shape and sum of magnitudes of an output
 
@@ -40,8 +40,10 @@ def watching_modules(model: nn.Module, visits: Visits) -> Iterator[None]:
     def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if id(module) in paths:
             visits.entered.pop()
-            if isinstance(output, torch.Tensor) and output.is_floating_point():
-                visits.returned.append((paths[id(module)], (output.shape, float(output.abs().sum()))))
+            # Inside torch.vmap, an output has no numbers that Python could read.
+            if isinstance(output, torch.Tensor) and output.is_floating_point() and not is_transformed(output):
+                total = float(output.detach().abs().sum())
+                visits.returned.append((paths[id(module)], (output.shape, total)))
 
     with hooked_modules(enter, leave):
         yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -86,7 +86,8 @@ def _copied(value: Any, clones: dict[int, Any]) -> Any:
         clones[id(value)] = clone = value.detach().clone().requires_grad_(value.requires_grad)
         return clone
     if isinstance(value, Mapping):
-        return {key: _copied(item, clones) for key, item in value.items()}
+        named = {key: _copied(item, clones) for key, item in value.items()}
+        return named if type(value) in (dict, OrderedDict) else _mapping_like(value, named)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(_copied(item, clones) for item in value))
     if isinstance(value, (tuple, list)):
@@ -98,10 +99,22 @@ def _copied(value: Any, clones: dict[int, Any]) -> Any:
         return value
 
 
+def _mapping_like(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """A copy of a mapping with other items, of its own class if that can be changed."""
+    twin: Any = copy.copy(value)
+    try:
+        for key, item in items.items():
+            twin[key] = item
+    except TypeError:
+        return items
+    return twin
+
+
 def describe(value: Any) -> str:
     """Types, dtypes and shapes of an example, in one line."""
     if isinstance(value, torch.Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        sizes = " nested" if value.is_nested else list(value.shape)
+        return f"{str(value.dtype).removeprefix('torch.')}{sizes}"
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{k}: {describe(v)}" for k, v in value.items()) + "}"
     if isinstance(value, (tuple, list)):

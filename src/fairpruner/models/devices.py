@@ -18,7 +18,7 @@ def device_of_model(model: nn.Module) -> torch.device:
     >>> device_of_model(nn.ReLU())
     device(type='cpu')
     """
-    return next(chain(model.parameters(), model.buffers()), torch.empty(0)).device
+    return next(chain(model.parameters(), model.buffers()), torch.empty(0, device="cpu")).device
 
 
 def devices_of_model(model: nn.Module) -> tuple[torch.device, ...]:

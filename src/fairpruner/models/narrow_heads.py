@@ -32,7 +32,7 @@ _RESHAPES = (Tensor.reshape, Tensor.view, torch.reshape)
 
 
 class NarrowHeads(nn.Module):
-    """A module whose inputs of width `input_width` appear as wide as the heads that are left."""
+    """A module whose input of width `input_width` appears as wide as the heads that are left."""
 
     input_width: int
 
@@ -41,12 +41,12 @@ class NarrowHeads(nn.Module):
         name, dim = next((item for item in HEADS_WIDTHS.items() if item[0] in vars(self)), ("", 0))
         if not name:
             return super().forward(*inputs, **options)
-        wide = [
-            t
-            for t in (*inputs, *options.values())
-            if isinstance(t, Tensor) and t.ndim > 2 and t.shape[dim] == self.input_width
-        ]
-        with _PretendedWidth(wide, dim, self.input_width, getattr(self, name)):
+        # The first argument is what the heads read. A mask over as many tokens as it is wide keeps its shape.
+        given = inspect.signature(super().forward).bind(*inputs, **options)
+        first = next((t for t in (*given.args, *given.kwargs.values()) if isinstance(t, Tensor)), None)
+        if first is None or first.ndim < 3 or first.shape[dim] != self.input_width:
+            return super().forward(*inputs, **options)
+        with _PretendedWidth(first, dim, self.input_width, getattr(self, name)):
             return super().forward(*inputs, **options)
 
     def _of_kept_heads(self, inputs: Any, options: Any) -> tuple[Any, Any]:
@@ -70,12 +70,12 @@ class NarrowHeads(nn.Module):
 
 
 class _PretendedWidth(TorchCalls):
-    """Inside, the shape of some tensors has a pretended size in one dimension.
+    """Inside, the shape of one tensor has a pretended size in one dimension.
 
     A reshape that would fail with this size uses the true one.
     """
 
-    def __init__(self, wide: Sequence[Tensor], dim: int, true: int, pretended: int) -> None:
+    def __init__(self, wide: Tensor, dim: int, true: int, pretended: int) -> None:
         super().__init__()
         self._wide, self._dim, self._true, self._pretended = wide, dim, true, pretended
 
@@ -83,7 +83,7 @@ class _PretendedWidth(TorchCalls):
         if function in _RESHAPES:
             return function(args[0], self._fitting(args[0], kwargs.get("shape", args[1:])))
         result = function(*args, **kwargs)
-        if function in _SIZES and any(args[0] is t for t in self._wide):
+        if function in _SIZES and args[0] is self._wide:
             return self._pretend(args[0], result, kwargs.get("dim", args[1] if len(args) > 1 else None))
         return result
 
@@ -124,7 +124,9 @@ def narrow_class(cls: type[nn.Module]) -> type[nn.Module]:
     if issubclass(cls, NarrowHeads):
         return cls
     if cls not in _CLASSES:
-        _CLASSES[cls] = type(f"Narrow{cls.__name__}", (NarrowHeads, cls), {"__module__": cls.__module__})
+        # torch.compile does not follow a shape that is pretended; it compiles the modules around this one.
+        names = {"__module__": cls.__module__, "forward": torch.compiler.disable(NarrowHeads.forward)}
+        _CLASSES[cls] = type(f"Narrow{cls.__name__}", (NarrowHeads, cls), names)
     return _CLASSES[cls]
 
 
@@ -140,5 +142,5 @@ def arguments_of(cls: type[nn.Module]) -> list[str]:
 
 def _rebuilt(cls: type[nn.Module], state: dict[str, Any]) -> nn.Module:
     module = cls.__new__(narrow_class(cls))
-    module.__dict__ = state
+    module.__dict__ = dict(state)  # copy.copy passes the original's
     return module

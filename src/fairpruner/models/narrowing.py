@@ -262,6 +262,8 @@ def _update_attributes(before: Mapping[str, Mapping[str, int]], after: nn.Module
         for attribute, side in ATTRIBUTES.items():
             if side not in old or old[side] == new[side]:
                 continue
+            if isinstance(getattr(type(module), attribute, None), property):
+                continue  # a wrapper takes it from the module inside
             value = getattr(module, attribute, None)
             if value == old[side]:
                 setattr(module, attribute, new[side])
@@ -273,12 +275,20 @@ def _sizes_by_path(model: nn.Module) -> dict[str, dict[str, int]]:
     return {path: _sizes(module) for path, module in model.named_modules()}
 
 
+def _weight(module: nn.Module) -> Any:
+    """What a module has as `weight`; a property of a wrapper may raise anything."""
+    try:
+        return getattr(module, "weight", None)
+    except Exception:
+        return None
+
+
 def _sizes(module: nn.Module) -> dict[str, int]:
     """Lengths of a module's weight by side; without a weight, of its statistics."""
     parametrized = getattr(getattr(module, "parametrizations", None), "weight", None)
     # Reading a parametrized weight computes it, and a spectral norm changes its buffers when it does.
     weight = getattr(parametrized, "original", None)
-    weight = getattr(module, "weight", None) if weight is None else weight
+    weight = _weight(module) if weight is None else weight
     weight = weight if isinstance(weight, torch.Tensor) else getattr(module, "running_mean", None)
     if not isinstance(weight, torch.Tensor) or weight.ndim == 0:
         return {}

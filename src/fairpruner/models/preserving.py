@@ -23,8 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fairpruner.errors import FairprunerError
 from fairpruner.models.randomness import restore_generator
-from fairpruner.models.torch_private import TorchDispatchMode, written_tensors
+from fairpruner.models.torch_private import TorchDispatchMode, base_of, written_tensors
 
 # If all parameters take at most this many bytes, they are copied beforehand. In another model, a parameter
 # is copied when an operation is about to write into it; few models do that in their forward pass.
@@ -289,6 +290,14 @@ def _restore_array(array: np.ndarray, before: np.ndarray) -> None:
 
 
 def _restore_flag(tensor: Tensor, requires_grad: bool) -> None:
+    if not tensor.is_leaf:  # a buffer that was written in place from activations with gradients
+        if base_of(tensor) is not tensor:
+            raise FairprunerError(
+                f"The model writes activations with gradients into a tensor {list(tensor.shape)} that"
+                " it holds. It is a view of another, so it cannot be restored: hold a clone of it, or write"
+                " under torch.no_grad()."
+            )
+        tensor.detach_()
     if tensor.requires_grad != requires_grad:
         tensor.requires_grad_(requires_grad)
 
@@ -302,6 +311,7 @@ def _restore_memory(tensor: Tensor, before: Tensor) -> None:
 def _restore_values(tensor: Tensor, before: Tensor) -> None:
     # Inference mode can write into any tensor, and it does not raise the tensor's version.
     with torch.inference_mode():
-        if not torch.equal(tensor, before):  # also if a number is not a number
+        # Some types, such as complex32, cannot be compared. What is not a number is written anew, too.
+        if tensor.is_complex() or not torch.equal(tensor, before):
             once = tuple(slice(1) if step == 0 else slice(None) for step in tensor.stride())
             tensor[once].copy_(before[once])  # an expanded tensor can be written once only

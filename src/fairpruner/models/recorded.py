@@ -40,7 +40,7 @@ def record(example: Any) -> Json | None:
     if isinstance(example, Mapping):
         items = {name: record(value) for name, value in example.items() if isinstance(name, str)}
         return None if None in items.values() or len(items) != len(example) else {"mapping": items}
-    if isinstance(example, (tuple, list)):
+    if type(example) in (tuple, list):  # others, such as named tuples, would not be drawn as they were
         parts = [record(value) for value in example]
         return None if None in parts else {type(example).__name__: parts}
     if type(example) in PLAIN and (not isinstance(example, float) or math.isfinite(example)):
@@ -50,7 +50,8 @@ def record(example: Any) -> Json | None:
 
 def _record_tensor(tensor: Tensor) -> Json | None:
     kind = str(tensor.dtype).removeprefix("torch.")
-    if kind not in TYPES or tensor.is_meta:
+    plain = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
+    if kind not in TYPES or not plain:
         return None
     ends = [float(end) for end in tensor.detach().cpu().double().aminmax()] if tensor.numel() else [0.0, 0.0]
     if not all(map(math.isfinite, ends)):
@@ -62,7 +63,7 @@ def draw_example(recorded: Any, device: torch.device) -> Any:
     """A random input of the recorded kind, the same for the same record."""
     if _numbers(recorded) > MOST_NUMBERS:
         raise FairprunerError(f"The recorded example has more than {MOST_NUMBERS:,} numbers.")
-    return _draw(recorded, torch.Generator().manual_seed(0), device)
+    return _draw(recorded, torch.Generator("cpu").manual_seed(0), device)
 
 
 def _numbers(recorded: Any) -> int:
@@ -99,9 +100,12 @@ def _draw_tensor(recorded: Json, generator: torch.Generator) -> Tensor:
     low, high = (
         real(end, "the range of the example") for end in listed(field(recorded, "range"), "the range")
     )
-    noise = torch.rand(field(recorded, "shape"), generator=generator, dtype=torch.float64)
+    noise = torch.rand(field(recorded, "shape"), generator=generator, dtype=torch.float64, device="cpu")
     if dtype.is_floating_point:  # an example of equal numbers, such as zeros, only gave a shape
         return (low + noise * ((high - low) or 1)).to(dtype)
-    if low >= 0 and high <= 1:  # a mask, or types of tokens: all ones hide no token
+    if low == 0 and high == 1:  # a mask: in each row some tokens are hidden, whichever value hides them
+        places = torch.arange(noise.shape[-1] if noise.ndim else 1, device="cpu")
+        return (places % 2 == 0).to(dtype).expand(noise.shape).clone()
+    if low == high:
         return torch.full_like(noise, high).to(dtype)
     return (low + torch.floor(noise * (high - low + 1))).to(dtype)

@@ -10,7 +10,7 @@ from torch.ao.nn.quantized import FloatFunctional
 from torch.nn.parameter import is_lazy
 
 from fairpruner.errors import FairprunerError
-from fairpruner.models.torch_private import is_compiled
+from fairpruner.models.torch_private import is_compiled, is_compiled_in_place
 
 # Packages of torch whose modules hold packed integer weights, which are not named parameters.
 QUANTIZED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.nn.quantized")
@@ -66,6 +66,11 @@ def _reason(path: str, module: nn.Module) -> str:
         return (
             f"{_at(path, module)} divides its work among devices or processes. Give the model inside, its"
             " `.module` on one device, and wrap the smaller model."
+        )
+    if is_compiled_in_place(module):
+        return (
+            f"{_at(path, module)} is compiled, and every cut would be compiled anew. Prune the model before"
+            " its compile() is called, then compile the smaller one."
         )
     if is_compiled(module):
         return (

@@ -39,7 +39,9 @@ __all__ = [
     "held_tensors",
     "hooked_modules",
     "is_compiled",
+    "is_compiled_in_place",
     "is_in_place",
+    "is_transformed",
     "multiplied",
     "multiplies_bfloat16",
     "operation_name",
@@ -134,9 +136,19 @@ def is_compiled(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch._dynamo")
 
 
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Whether `module.compile()` was called."""
+    return module._compiled_call_impl is not None
+
+
 def is_in_place(func: Any) -> bool:
     """Whether an operation writes into one of its arguments."""
     return bool(func._schema.is_mutable)
+
+
+def is_transformed(tensor: Tensor) -> bool:
+    """Whether a tensor stands for others, inside torch.vmap or torch.func.grad."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def draws_random_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

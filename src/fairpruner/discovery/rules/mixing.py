@@ -121,7 +121,20 @@ def batch_norm(op: Operation) -> None:
             across = tuple(idmap for idmap in shadow.maps if any(extent(idmap)[d] for d in mixed))
             op.algebra.lock(Shadow(across), STANDARDISED)
         op.algebra.reduce_all(shadow.maps, mixed)
+        _count_features(op)
     _scaled(op, x, op.args[1:5], 1)
+
+
+def _count_features(op: Operation) -> None:
+    """A norm without tensors knows its channels by a number alone. The input of an instance norm comes here
+    as [1, samples * channels, …].
+    """
+    x, plain = op.args[0], not any(isinstance(tensor, torch.Tensor) for tensor in op.args[1:5])
+    module = op.recorder.running[-1] if op.recorder.running else None
+    features = getattr(module, "num_features", None)
+    if plain and type(features) is int and features > 0 and x.shape[1] % features == 0:
+        channels = op.algebra.single(op.shadow(x).maps, 1, x.shape[1])[:features]
+        op.recorder.count("num_features", features, channels)
 
 
 def layer_norm(op: Operation) -> None:

@@ -85,7 +85,7 @@ def _stand_in(tensor: torch.Tensor, shadow: Shadow, position: int) -> IdMap:
         return shadow.maps[position]
     if not shadow.maps and not tensor.is_floating_point():
         return tensor.cpu()
-    return torch.zeros((), dtype=torch.int64).expand(tensor.shape)
+    return torch.zeros((), dtype=torch.int64, device="cpu").expand(tensor.shape)
 
 
 def _moved(op: Operation, stand_in: dict[int, IdMap]) -> list[IdMap]:
@@ -170,7 +170,8 @@ def _written_into(op: Operation, base: torch.Tensor, maps: Sequence[IdMap]) -> N
     held = op.shadow(base).maps
     if len(maps) != 1 or len(held) > 1 or not (is_whole(base) and base.is_contiguous()):
         return no_rule(op)
-    whole = held[0].clone(memory_format=torch.contiguous_format) if held else torch.full(base.shape, NONE)
+    blank = torch.full(base.shape, NONE, device="cpu")
+    whole = held[0].clone(memory_format=torch.contiguous_format) if held else blank
     whole.as_strided(target.shape, target.stride(), target.storage_offset()).copy_(maps[0])
     op.put([whole], result=base)
     return op.put(maps, result=target)
