@@ -151,7 +151,7 @@ def check_replaceable(folder: Path) -> None:
         tensors = entry.name == MODEL or SHARD.fullmatch(entry.name) is not None
         if entry.is_symlink() or not (known or (tensors and kind_of(entry) == "model")):
             raise FairprunerError(
-                f"Folder {folder} holds {entry.name}, which fairpruner did not write, {advice}"
+                f"Folder {folder} holds {entry.name}, which is not part of a pruned model, {advice}"
             )
 
 
