@@ -39,12 +39,41 @@ def some_data(labels: int = 3) -> list[tuple[Tensor, Tensor]]:
             {"keep": fp.Budget("units", 0.5), "options": {"recover": {"recipe": {"learning_rate": -1.0}}}},
             "learning_rate=-1.0, expected",
         ),
-        ({"keep": fp.Budget("units", 0.5), "train": iter([])}, "The training data is a"),
+        ({"alpha": 0.1, "recover_epochs": 1, "train": iter([])}, "The training data is a"),
+        ({"alpha": 0.1, "train": []}, "Found train without recover_epochs, so nothing is trained"),
+        (
+            {"alpha": 0.1, "options": {"recover": {"recipe": {"seed": 1}}}},
+            r"Found options\['recover'\] without recover_epochs",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_refused_in_one_sentence(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(fp.FairprunerError, match=message):
         fp.prune(mlp(), some_data(), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("keep", "message"),
+    [
+        (fp.Budget("latency", 0.5), "needs a latency table: give options={'allocate': .* plan --latency and"),
+        (fp.Budget("latency_ms", 3), "needs a latency table"),
+        (fp.Budget("cache_bytes", 0.5), "no cache of keys and values"),
+        (fp.Budget("experts", 0.5), "hold no space of routed experts"),
+    ],
+)
+@pytest.mark.parametrize("preset", ["best", "paper"])
+def test_a_budget_that_cannot_be_met_is_refused_before_scoring(
+    keep: fp.Budget, message: str, preset: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("fairpruner.pipeline.score")
+    with pytest.raises(fp.FairprunerError, match=message):
+        fp.prune(mlp(), some_data(), keep=keep, preset=preset)
+
+
+def test_a_search_warns_if_no_sample_is_left_to_judge() -> None:
+    data = [(inputs[:3], labels[:3]) for inputs, labels in some_data()[:1]]
+    with pytest.warns(fp.FairprunerWarning, match="holds 3 samples, so repairs are judged on .* at least 5"):
+        fp.prune(mlp(), data, keep=fp.Budget("flops", 0.5), effort=5)
 
 
 def test_pruning_leaves_the_random_state_as_it_was() -> None:

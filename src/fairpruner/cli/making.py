@@ -296,6 +296,9 @@ def prune(
             f"--effort {effort} applies to the search for one budget: leave it out, or leave out --alpha,"
             " --rounds and --preset paper."
         )
+    recipe: dict[str, Any] = {"seed": data_options.seed}
+    if learning_rate is not None:
+        recipe["learning_rate"] = learning_rate
     net = trained(model, weights, device)
     small, plan = fp.prune(
         net,
@@ -315,13 +318,7 @@ def prune(
         options={
             "discover": {"kinds": optional_names(kinds), "skip": skip or ()},
             "score": {"removal": removal, "protection": protection, "seed": data_options.seed},
-            "recover": {
-                "recipe": {
-                    "seed": data_options.seed,
-                    **({} if learning_rate is None else {"learning_rate": learning_rate}),
-                },
-                "folder": checkpoints,
-            },
+            "recover": {"recipe": recipe, "folder": checkpoints} if recover_epochs else {},
         },
     )
     if is_first():
