@@ -150,6 +150,23 @@ def test_other_values_of_a_wrong_type_are_refused_in_one_sentence(tmp_path: Path
     wrong: Any = model
     with pytest.raises(fp.FairprunerError, match="build is a Sequential, expected a function"):
         fp.load(tmp_path / "folder", build=wrong)
+    with pytest.raises(fp.FairprunerError, match="did not build a model: ZeroDivisionError: division"):
+        fp.load(tmp_path / "folder", build=lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+    with pytest.raises(fp.FairprunerError, match="A model to measure is a str, expected"):
+        fp.measure(model, data[0][0], against="x")  # type: ignore[arg-type]
+    learning: dict[str, dict[str, Any]] = {
+        "recipe is {'seed': 1}, expected a Recipe": {"recipe": {"seed": 1}},
+        "on_epoch is 3, expected a function": {"on_epoch": 3},
+        "Adam'> made no optimizer, it raised .*: give a function of parameters and recipe": {
+            "recipe": fp.Recipe(optimizer=torch.optim.Adam)  # type: ignore[arg-type]
+        },
+        "gave None for 0, expected a finite number": {
+            "recipe": fp.Recipe(schedule=lambda done: None)  # type: ignore[arg-type, return-value]
+        },
+    }
+    for message, arguments in learning.items():
+        with pytest.raises(fp.FairprunerError, match=message):
+            fp.recover(model, data, epochs=1, **arguments)
     number: Any = 0.5
     with pytest.raises(fp.FairprunerError, match=r"amounts is 0.5, expected several"):
         fp.sweep(scores, "flops", number)
