@@ -139,6 +139,11 @@ def test_a_wrong_source_is_one_clear_error(source: str, message: str, net: Path)
         load_model(source.format(net=net))
 
 
+def test_a_function_is_not_asked_for_as_a_model() -> None:
+    with pytest.raises(fp.FairprunerError, match=r"names no function: expected package\.module:function or"):
+        resolve("loss")
+
+
 def test_a_file_that_does_not_run_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("def build(:\n")
     with pytest.raises(fp.FairprunerError, match=r"broken.py does not import: SyntaxError"):
