@@ -283,6 +283,11 @@ def test_an_option_that_fits_one_of_two_sources_is_used(tmp_path: Path) -> None:
     assert "nothing does not import" in told
 
 
+def test_data_that_does_not_exist_is_reported_before_its_options() -> None:
+    told = refused("score", "torch.nn:Identity", "--data", "nowhere", "--size", "8", "-o", "out.safetensors")
+    assert "'nowhere' is neither a folder that exists" in told
+
+
 def test_folders_with_other_classes_are_refused(tmp_path: Path) -> None:
     for name in ("photos/ant", "photos/bee", "photos/.git", "held/bee"):
         (tmp_path / name).mkdir(parents=True)

@@ -127,13 +127,15 @@ APPLIES = {
 SOURCES = ("data", "train", "validation")  # the parameters of a command that name data
 
 
-def _kind_of(data: str) -> str:
-    """Whether some data holds images, arrays or texts, or is a function that returns batches."""
+def _kind_of(data: str) -> str | None:
+    """Whether some data holds images, arrays or texts, or is a function of batches; None if it is neither."""
     if is_rows(data):
         return TEXTS
     if Path(data).is_dir():
         return IMAGES
-    return ARRAYS if Path(data).suffix == ".npz" else BATCHES
+    if Path(data).suffix == ".npz":
+        return ARRAYS
+    return BATCHES if ":" in data else None
 
 
 def check_used(options: DataOptions, usual: DataOptions, sources: Sequence[str]) -> None:
@@ -145,8 +147,9 @@ def check_used(options: DataOptions, usual: DataOptions, sources: Sequence[str])
         raise FairprunerError(
             f"Found {named} without --data, so there is nothing to read: give --data, or leave out {named}."
         )
-    kinds = {_kind_of(source) for source in sources}
-    for name in given:
+    found = [_kind_of(source) for source in sources]
+    kinds = {kind for kind in found if kind is not None}
+    for name in given if None not in found else ():  # data of no kind is refused when it is read
         applies = APPLIES.get(name, tuple(kinds))
         if not kinds.intersection(applies):
             raise FairprunerError(
