@@ -24,8 +24,11 @@ from typer.testing import CliRunner
 import fairpruner as fp
 from fairpruner import demo
 from fairpruner.cli import app
+from fairpruner.cli.tables import show_history
 from fairpruner.core.plan import Plan
 from fairpruner.core.scores import Scores
+from fairpruner.recovery import Epoch
+from fairpruner.terminal.tables import printed
 
 COMMANDS = ("discover", "score", "sweep", "plan", "cut", "recover", "prune", "report", "plot", "info", "demo")
 DEMO = "fairpruner.demo:build"
@@ -386,6 +389,14 @@ def test_completion_offers_the_rules() -> None:
         (["plan", "scores.safetensors", "--keep", "flops=0.5", "--removal", "l1"], "Unknown signal 'l1'"),
         (["plan", "scores.safetensors", "--keep", "flops=0.5", "-o", "digits.npz/plan.json"], "Cannot write"),
         (["cut", "torch.nn:Identity", "pruned/plan.json", "-o", "new"], "belongs to another model"),
+        (
+            ["cut", DEMO, "pruned/plan.json", "-o", "new", "--max-shard-size", "1GB"],
+            "--max-shard-size 1GB applies to Hugging Face models, and fairpruner.demo:build is a DigitsNet",
+        ),
+        (
+            ["measure", "timm:no_such_model", "--shape", "3,8,8"],
+            "timm has no model 'no_such_model'",
+        ),
         (["cut", DEMO, "pruned/plan.json"], "pruned is or holds pruned/plan.json"),
         (
             ["cut", DEMO, "pruned/plan.json", "-o", ".", "--force"],
@@ -596,6 +607,12 @@ def test_training_images_are_augmented_where_that_is_possible(work: Path) -> Non
     (work / "batches.py").write_text("def batches():\n    return []\n", encoding="utf-8")
     told = refused(*recover, "--data", f"{work / 'batches.py'}:batches", "--augment", "flip", "--force")
     assert "--augment flip changes the images of a folder or of an .npz file" in told
+
+
+def test_one_epoch_is_not_called_epochs() -> None:
+    epoch = Epoch(1, 0.1, 0.1, accuracy=None, validation_loss=None, validation_accuracy=None, seconds=1.0)
+    for history, title in (([epoch], "x: recovered in 1 epoch"), ([epoch] * 2, "x: recovered in 2 epochs")):
+        assert title in [line.strip() for line in printed(show_history(history, "x").table).splitlines()]
 
 
 def test_report_writes_a_page_of_the_scores(work: Path) -> None:

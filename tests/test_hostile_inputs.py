@@ -248,7 +248,8 @@ def test_an_ablation_of_other_content_is_one_sentence(content: Any, tmp_path: Pa
 def test_options_without_effect_are_refused(tmp_path: Path) -> None:
     net, out = "torch.nn:Identity", tmp_path / "out"
     assert "without --repair" in refused("cut", net, "plan.json", "--data", "d.npz", "-o", out)
-    assert "without --data" in refused("cut", net, "plan.json", "--samples", "8", "-o", out)
+    told = refused("cut", net, "plan.json", "--samples", "8", "--length", "9", "-o", out)
+    assert "Found --samples, --length without --data" in told
     for option in ("--train", "--augment", "--checkpoints", "--learning-rate"):
         told = refused("prune", net, "--data", "d.npz", option, "0.1", "-o", out)
         assert f"Found {option} without --recover-epochs" in told
@@ -256,9 +257,91 @@ def test_options_without_effect_are_refused(tmp_path: Path) -> None:
     assert "choose signals of a scores file" in told
 
 
-def test_a_wrong_batch_size_is_not_called_a_shape() -> None:
-    told = refused("measure", "torch.nn:Identity", "--shape", "3", "--batch-sizes", "0", code=2)
-    assert "'0' is not a list of whole numbers of at least 1" in told
+@pytest.mark.parametrize(
+    ("data", "options", "message"),
+    [
+        (
+            "f.py:batches",
+            ["--mean", "0.5"],
+            "--mean applies to images and arrays, and f.py:batches gives",
+        ),
+        ("f.py:batches", ["--batch-size", "8"], "--batch-size applies to images and arrays and texts, and f"),
+        ("texts.csv", ["--size", "8"], "--size applies to images, and texts.csv gives texts: leave it out"),
+        ("d.npz", ["--size", "8"], "--size applies to images, and d.npz gives arrays"),
+        (".", ["--label-column", "class"], "--label-column applies to texts, and . gives images"),
+        (".", ["--length", "8"], "--length applies to texts"),
+        (".", ["--text-column", "b"], "--text-column applies to texts"),
+    ],
+)
+def test_options_for_other_data_are_refused(data: str, options: list[str], message: str) -> None:
+    assert message in refused("score", "torch.nn:Identity", "--data", data, *options, "-o", "out.safetensors")
+
+
+def test_an_option_that_fits_one_of_two_sources_is_used(tmp_path: Path) -> None:
+    both = ["--data", "d.npz", "--train", tmp_path, "--recover-epochs", "1", "--alpha", "0.1"]
+    told = refused("prune", "nothing:build", *both, "--size", "8", "-o", tmp_path / "out")
+    assert "nothing does not import" in told
+
+
+def test_data_that_does_not_exist_is_reported_before_its_options() -> None:
+    told = refused("score", "torch.nn:Identity", "--data", "nowhere", "--size", "8", "-o", "out.safetensors")
+    assert "'nowhere' is neither a folder that exists" in told
+
+
+def test_folders_with_other_classes_are_refused(tmp_path: Path) -> None:
+    for name in ("photos/ant", "photos/bee", "photos/.git", "held/bee"):
+        (tmp_path / name).mkdir(parents=True)
+    sources = ["--data", tmp_path / "photos", "--validation", tmp_path / "held", "--model", "nothing:build"]
+    told = refused("recover", tmp_path / "small", *sources, "-o", tmp_path / "out")
+    assert "has the class subfolder ant, so a class would have two labels" in told
+    (tmp_path / "held" / "ant").mkdir()
+    assert "ant" not in refused("recover", tmp_path / "small", *sources, "-o", tmp_path / "out")
+
+
+def test_checkpoints_stay_out_of_folders_that_are_read(tmp_path: Path) -> None:
+    for name in ("small", "other", "photos"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "other" / "plan.json").write_text("{}")
+    for name in ("small", "other", "photos"):
+        sources = [tmp_path / "small", "--data", tmp_path / "photos", "--model", "nothing:build"]
+        told = refused("recover", *sources, "--checkpoints", tmp_path / name, "-o", tmp_path / "out")
+        assert f"{name} is a folder that this command reads, or holds a pruned model" in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["discover", "--size", "8"], "Found --size without --data"),
+        (["discover", "--shape", "8", "--data", "d.npz"], "Found --shape 8 and --data d.npz, expected one"),
+        (["cut", "plan.json", "--work", "w"], "Found --work w without --stream"),
+        (
+            ["cut", "plan.json", "--repair", "sequental"],
+            "method 'sequental': did you mean 'sequential",
+        ),
+        (["score", "--data", "d.npz", "--work", "w"], "Found --work w without --stream"),
+        (["prune", "--data", "d.npz", "--alpha", "0.1", "--effort", "9"], "--effort 9 applies to the search"),
+        (["prune", "--data", "d.npz"], "found neither: give --alpha 0.1 or --keep flops=0.5"),
+        (["prune", "--data", "d.npz", "--alpha", "0", "--repair", "mena"], "did you mean 'mean'"),
+    ],
+)
+def test_options_are_checked_before_the_model_is_built(arguments: list[str], message: str) -> None:
+    assert message in refused(arguments[0], "nothing:build", *arguments[1:])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["measure", "torch.nn:Identity", "--shape", "3", "--batch-sizes", "0"],
+            "--batch-sizes 0: '0' is not a whole",
+        ),
+        (["plan", "x", "--keep", "flops=abc"], "--keep flops=abc: 'abc' is not a number; give flops=0.5 or"),
+        (["plan", "x", "--keep", "flops"], "--keep flops: no amount; give flops=0.5 or flops=1000000"),
+        (["discover", "torch.nn:Identity", "--shape", "3,²"], "--shape 3,²: '²' is not a whole number"),
+    ],
+)
+def test_a_misread_value_is_reported_with_its_option(arguments: list[str], message: str) -> None:
+    assert message in refused(*arguments, code=2)
 
 
 # Streams

@@ -251,6 +251,12 @@ def test_energy_divides_what_codecarbon_says_by_the_calls(monkeypatch: pytest.Mo
     assert found == energy.Energy(pytest.approx(3.6 / 4), pytest.approx(2 / 4), counted=False)
 
 
+def test_a_country_that_codecarbon_does_not_know_is_refused() -> None:
+    pytest.importorskip("codecarbon")
+    with pytest.raises(fp.FairprunerError, match="refuses the country 'XX': it is not in the list of countr"):
+        energy.energy_of(lambda: None, "XX")
+
+
 def test_codecarbon_is_asked_for_by_name_when_it_is_missing(
     pair: tuple[nn.Module, nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -303,10 +303,10 @@ def become_a_file(place: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (add_file, "holds notes.txt, which fairpruner did not write"),
-        (add_folder, "holds runs, which fairpruner did not write"),
+        (add_file, "holds notes.txt, which is not part of a pruned model"),
+        (add_folder, "holds runs, which is not part of a pruned model"),
         (become_an_original_model, "holds no plan.json of fairpruner"),
-        (put_a_plan_into_an_original_model, "holds model.safetensors, which fairpruner did not write"),
+        (put_a_plan_into_an_original_model, "holds model.safetensors, which is not part of a pruned model"),
         (become_a_file, "is not a pruned model that fairpruner wrote"),
     ],
 )

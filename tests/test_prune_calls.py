@@ -39,12 +39,41 @@ def some_data(labels: int = 3) -> list[tuple[Tensor, Tensor]]:
             {"keep": fp.Budget("units", 0.5), "options": {"recover": {"recipe": {"learning_rate": -1.0}}}},
             "learning_rate=-1.0, expected",
         ),
-        ({"keep": fp.Budget("units", 0.5), "train": iter([])}, "The training data is a"),
+        ({"alpha": 0.1, "recover_epochs": 1, "train": iter([])}, "The training data is a"),
+        ({"alpha": 0.1, "train": []}, "Found train without recover_epochs, so nothing is trained"),
+        (
+            {"alpha": 0.1, "options": {"recover": {"recipe": {"seed": 1}}}},
+            r"Found options\['recover'\] without recover_epochs",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_refused_in_one_sentence(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(fp.FairprunerError, match=message):
         fp.prune(mlp(), some_data(), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("keep", "message"),
+    [
+        (fp.Budget("latency", 0.5), "needs a latency table: give options={'allocate': .* plan --latency and"),
+        (fp.Budget("latency_ms", 3), "needs a latency table"),
+        (fp.Budget("cache_bytes", 0.5), "no cache of keys and values"),
+        (fp.Budget("experts", 0.5), "hold no space of routed experts"),
+    ],
+)
+@pytest.mark.parametrize("preset", ["best", "paper"])
+def test_a_budget_that_cannot_be_met_is_refused_before_scoring(
+    keep: fp.Budget, message: str, preset: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("fairpruner.pipeline.score")
+    with pytest.raises(fp.FairprunerError, match=message):
+        fp.prune(mlp(), some_data(), keep=keep, preset=preset)
+
+
+def test_a_search_warns_if_no_sample_is_left_to_judge() -> None:
+    data = [(inputs[:3], labels[:3]) for inputs, labels in some_data()[:1]]
+    with pytest.warns(fp.FairprunerWarning, match="holds 3 samples, so repairs are judged on .* at least 5"):
+        fp.prune(mlp(), data, keep=fp.Budget("flops", 0.5), effort=5)
 
 
 def test_pruning_leaves_the_random_state_as_it_was() -> None:
@@ -121,6 +150,23 @@ def test_other_values_of_a_wrong_type_are_refused_in_one_sentence(tmp_path: Path
     wrong: Any = model
     with pytest.raises(fp.FairprunerError, match="build is a Sequential, expected a function"):
         fp.load(tmp_path / "folder", build=wrong)
+    with pytest.raises(fp.FairprunerError, match="did not build a model: ZeroDivisionError: division"):
+        fp.load(tmp_path / "folder", build=lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+    with pytest.raises(fp.FairprunerError, match="A model to measure is a str, expected"):
+        fp.measure(model, data[0][0], against="x")  # type: ignore[arg-type]
+    learning: dict[str, dict[str, Any]] = {
+        "recipe is {'seed': 1}, expected a Recipe": {"recipe": {"seed": 1}},
+        "on_epoch is 3, expected a function": {"on_epoch": 3},
+        "Adam'> made no optimizer, it raised .*: give a function of parameters and recipe": {
+            "recipe": fp.Recipe(optimizer=torch.optim.Adam)  # type: ignore[arg-type]
+        },
+        "gave None for 0, expected a finite number": {
+            "recipe": fp.Recipe(schedule=lambda done: None)  # type: ignore[arg-type, return-value]
+        },
+    }
+    for message, arguments in learning.items():
+        with pytest.raises(fp.FairprunerError, match=message):
+            fp.recover(model, data, epochs=1, **arguments)
     number: Any = 0.5
     with pytest.raises(fp.FairprunerError, match=r"amounts is 0.5, expected several"):
         fp.sweep(scores, "flops", number)

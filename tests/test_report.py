@@ -10,6 +10,7 @@ import json
 import re
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -201,6 +202,31 @@ def test_mistakes_get_one_sentence(tmp_path: Path) -> None:
         report(scores, measured=tmp_path / "list.json")
     with pytest.raises(fp.FairprunerError, match="Cannot write"):
         report(scores).save_html(tmp_path / "file" / "report.html")
+
+
+def test_arguments_of_a_wrong_type_are_refused() -> None:
+    scores = random_scores([4], seed=0)
+    wrong: dict[str, dict[str, Any]] = {
+        "The source of a report is a NoneType, expected scores": {"source": None},
+        "The source of a report is a Plan": {"source": fp.allocate(scores, alpha=0.1)},
+        "The plan of a report is a int": {"source": scores, "plan": 3},
+        "The latency table of a report is a int": {"source": scores, "latency": 3},
+        "The title of a report is a int, expected text": {"source": scores, "title": 3},
+    }
+    for message, arguments in wrong.items():
+        with pytest.raises(fp.FairprunerError, match=message):
+            report(**arguments)
+
+
+def test_a_measurement_is_taken_as_it_is() -> None:
+    found = fp.measure(torch.nn.Linear(3, 2), torch.zeros(1, 3), batch_sizes=[1], repeats=1, memory=False)
+    assert report(random_scores([4], seed=0), measured=found).measured == found.numbers()
+
+
+def test_a_title_that_utf8_cannot_hold_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(fp.FairprunerError, match="which UTF-8 cannot hold: give another title"):
+        report(random_scores([4], seed=0), title="a\udcff").save_html(tmp_path / "report.html")
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_page_is_one_file_that_asks_for_nothing(tmp_path: Path) -> None:

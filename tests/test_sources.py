@@ -139,6 +139,11 @@ def test_a_wrong_source_is_one_clear_error(source: str, message: str, net: Path)
         load_model(source.format(net=net))
 
 
+def test_a_function_is_not_asked_for_as_a_model() -> None:
+    with pytest.raises(fp.FairprunerError, match=r"names no function: expected package\.module:function or"):
+        resolve("loss")
+
+
 def test_a_file_that_does_not_run_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("def build(:\n")
     with pytest.raises(fp.FairprunerError, match=r"broken.py does not import: SyntaxError"):
@@ -249,7 +254,8 @@ def test_weights_of_another_model_are_refused_and_nothing_is_changed(
     [
         ("w.pt", lambda p: torch.save(small_net(), p), "hold more than tensors, which could run code"),
         ("w.pt", lambda p: torch.save([1, 2], p), "hold no state_dict"),
-        ("w.pt", lambda p: p.write_bytes(b""), "cannot be read"),
+        ("w.pt", lambda p: p.write_bytes(b""), "cannot be read: EOFError: the file is empty or damaged"),
+        ("w.pt", lambda p: p.write_bytes(b"damaged" * 9), "could run code, or the file is damaged"),
         ("w.safetensors", lambda p: p.write_text("text"), "is not a complete safetensors file"),
         ("w.bin", lambda p: p.write_text("text"), "Unknown kind of weights file '.bin'"),
         ("w.pt", lambda p: None, "No weights file"),
@@ -322,7 +328,7 @@ def test_bytes_are_scaled_and_normalised_by_channel(tmp_path: Path) -> None:
         ({"x": np.zeros((0, 1), np.float32), "y": np.zeros(0, int)}, "at least one sample"),
         (
             {"x": np.zeros((2, 1), np.int64), "y": np.zeros(2, int)},
-            "x of type int64, expected float32, or uint8",
+            r"x of type int64, expected .*float32, float64\), or uint8",
         ),
         ({"x": np.array([{}, {}]), "y": np.zeros(2, int)}, "holds Python objects, expected numbers"),
     ],
@@ -343,6 +349,7 @@ def test_wrong_arrays_are_one_clear_error(arrays: dict[str, Any], message: str, 
         (lambda: Preprocessing(size=0), "at least 1 pixel"),
         (lambda: Sampling(samples=0), "samples is 0, expected at least 1"),
         (lambda: Sampling(batch_size=-1), "batch_size is -1"),
+        (lambda: Sampling(seed=-1), "seed=-1, expected a whole number of at least 0"),
         (lambda: load_data("nowhere", Sampling(), Preprocessing()), "is neither a folder that exists, nor"),
         (lambda: load_data("nowhere.npz", Sampling(), Preprocessing()), "Cannot read nowhere.npz"),
         (lambda: example_of([], torch.device("cpu")), "holds no samples"),
@@ -383,6 +390,21 @@ def test_image_folders_are_resized_cropped_and_labelled_by_sorted_folder(photos:
         assert image.argmax(0).unique().tolist() == [int(label)]  # ants are red, bees green
 
 
+def test_what_tools_hide_beside_images_is_no_class_and_no_image(photos: Path) -> None:
+    for name in (".ipynb_checkpoints/1.png", "__MACOSX/ant/1.png", "ant/.git/1.png", "bee/._3.png"):
+        (photos / name).parent.mkdir(parents=True, exist_ok=True)
+        (photos / name).write_bytes(b"no image")
+    x, y = gather(load_data(str(photos), Sampling(), Preprocessing(size=8)))
+    assert sorted(y.tolist()) == [0, 0, 1]
+    assert all(image.argmax(0).unique().tolist() == [int(label)] for image, label in zip(x, y, strict=True))
+
+
+def test_a_mean_for_numbers_that_are_used_as_they_are_is_refused(tmp_path: Path) -> None:
+    source = save_arrays(tmp_path / "d.npz", x=np.zeros((2, 3, 1, 1), np.float32), y=np.array([0, 1]))
+    with pytest.raises(fp.FairprunerError, match="x of type float32, which is used as it is: leave out --me"):
+        load_data(source, Sampling(), Preprocessing(mean=(0.5,)))
+
+
 def test_the_centre_is_what_is_cropped() -> None:
     from PIL import Image
 
@@ -407,7 +429,7 @@ def test_broken_and_missing_images_are_one_clear_error(photos: Path, tmp_path: P
     (photos / "bee" / "3.png").write_bytes(b"broken")
     with pytest.raises(fp.FairprunerError, match=r"3.png cannot be read"):
         gather(load_data(str(photos), Sampling(), Preprocessing(size=8)))
-    with pytest.raises(fp.FairprunerError, match="no image in them: expected folder/class/image"):
+    with pytest.raises(fp.FairprunerError, match=r"no class subfolder with images \(.bmp .*expected folder/"):
         load_data(str(photos / "ant" / "more"), Sampling(), Preprocessing())
 
 

@@ -83,8 +83,19 @@ def test_texts_and_their_classes(suffix: str, tmp_path: Path) -> None:
     assert read(path, Columns(label="number")) == {"abc": 1, "de": 0, "fghij": 1}
     assert read(path, Columns(label="class")) == {"abc": 1, "de": 0, "fghij": 1}
     assert read(path, Columns(label="class"), classes={"yes": 0, "no": 2}) == {"abc": 0, "de": 2, "fghij": 0}
-    assert read(path, Columns(label="class"), classes={"LABEL_0": 0}) == {"abc": 1, "de": 0, "fghij": 1}
+    with pytest.warns(fp.FairprunerWarning, match="numbered in sorted order: no = 0, yes = 1"):
+        found = read(path, Columns(label="class"), classes={"LABEL_0": 0})
+    assert found == {"abc": 1, "de": 0, "fghij": 1}
+    with pytest.raises(fp.FairprunerError, match=r"Unknown class of the model in .* 'no': did you mean 'No'"):
+        read(path, Columns(label="class"), classes={"yes": 0, "No": 1})
     assert read(path, Columns(text=("text", "more"), length=4)) == {"abcx": -1, "dez": -1, "fghi": -1}
+
+
+@pytest.mark.parametrize(("row", "fields"), [("a, b, or c,1", 4), ("a", 1)])
+def test_a_row_with_other_fields_than_the_columns_is_refused(row: str, fields: int, tmp_path: Path) -> None:
+    (tmp_path / "texts.csv").write_text(f'text,class\n"a, b",0\n{row}\n', encoding="utf-8")
+    with pytest.raises(fp.FairprunerError, match=f"Row 2 of .* has {fields} fields, expected 2: put texts"):
+        read(tmp_path / "texts.csv", Columns(label="class"))
 
 
 def test_true_and_false_are_classes(tmp_path: Path) -> None:
@@ -116,9 +127,9 @@ def test_a_sample_is_even_over_the_classes(tmp_path: Path) -> None:
             "has the label 0.5 among others, expected whole numbers, or words",
         ),
         ('{"text": "a", "c": null}', Columns(label="c"), "has the label None"),
-        ("{not json", Columns(), "is not a complete JSON file"),
-        ("", Columns(), "has 0 rows, expected at least one"),
-        ("[1]", Columns(), "has 1 rows, expected at least one, each with named columns"),
+        ('{"text": "a"}\n{not json', Columns(), "Line 2 of .* is not JSON: Expecting .* at character 2"),
+        ("", Columns(), "has no rows, expected at least one"),
+        ('{"text": "a"}\n[1]', Columns(), "Row 2 of .* is a list, expected an object with named columns"),
     ],
 )
 def test_a_bad_file_is_one_clear_error(content: str, columns: Columns, message: str, tmp_path: Path) -> None:

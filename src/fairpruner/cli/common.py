@@ -87,48 +87,54 @@ def _main(
 ) -> None: ...
 
 
-def parse_numbers(text: str) -> list[int | float]:
-    """Comma-separated numbers: integers are counts, numbers with a decimal point are shares."""
+def _misread(option: str, text: str, found: str, step: str) -> typer.BadParameter:
+    """The error for an option's value: what is wrong in it, and what to give."""
+    return typer.BadParameter(f"{option} {text}: {found}; give {step}")
+
+
+def parse_number(text: str, option: str, step: str = "1 or 0.5") -> int | float:
+    """A number: an integer is a count, a number with a decimal point is a share."""
+    part = text.rpartition("=")[2].strip()
     try:
-        return [int(part) if part.strip().lstrip("+-").isdigit() else float(part) for part in text.split(",")]
+        return int(part) if part.lstrip("+-").isdigit() else float(part)
     except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a list of numbers such as 0.3,0.5") from None
+        raise _misread(option, text, f"{part!r} is not a number", step) from None
 
 
-def parse_floats(text: str) -> tuple[float, ...]:
-    return tuple(map(float, parse_numbers(text)))
+def parse_numbers(text: str, option: str) -> list[int | float]:
+    """Comma-separated numbers."""
+    return [parse_number(part, option, "numbers such as 0.3,0.5") for part in text.split(",")]
 
 
-def parse_number(text: str) -> int | float:
-    numbers = parse_numbers(text)
-    if len(numbers) != 1:
-        raise typer.BadParameter(f"{text!r} is not one number")
-    return numbers[0]
+def parse_floats(text: str, option: str) -> tuple[float, ...]:
+    return tuple(map(float, parse_numbers(text, option)))
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
-    return _positive(text, "a shape such as 3,32,32")
+    return _positive(text, "--shape", "a shape such as 3,32,32")
 
 
-def parse_counts(text: str) -> tuple[int, ...]:
-    return _positive(text, "a list of whole numbers of at least 1, such as 1,4,8")
+def parse_counts(text: str, option: str) -> tuple[int, ...]:
+    return _positive(text, option, "whole numbers of at least 1, such as 1,4,8")
 
 
-def _positive(text: str, expected: str) -> tuple[int, ...]:
+def _positive(text: str, option: str, step: str) -> tuple[int, ...]:
     """Comma-separated whole numbers of at least 1."""
-    numbers = parse_numbers(text)
-    found = tuple(number for number in numbers if isinstance(number, int) and number > 0)
-    if len(found) != len(numbers):
-        raise typer.BadParameter(f"{text!r} is not {expected}")
-    return found
+    found = []
+    for part in text.split(","):
+        if not part.strip().isdecimal() or int(part) < 1:
+            raise _misread(option, text, f"{part.strip()!r} is not a whole number of at least 1", step)
+        found.append(int(part))
+    return tuple(found)
 
 
 def parse_multiple(text: str) -> int | Literal["auto"]:
+    option, step = "--multiple-of", "a whole number such as 8, or auto"
     if text == "auto":
         return "auto"
-    number = parse_number(text)
+    number = parse_number(text, option, step)
     if not isinstance(number, int):
-        raise typer.BadParameter(f"{text!r} is not a whole number, nor auto")
+        raise _misread(option, text, f"{text!r} is not a whole number", step)
     return number
 
 
@@ -136,11 +142,21 @@ def read_latency(path: Path | None) -> LatencyTable | None:
     return None if path is None else LatencyTable.load(path)
 
 
-def parse_budget(text: str) -> Budget:
-    metric, _, amount = text.partition("=")
+def parse_goal(keep: str | None, alpha: float | None) -> Budget | None:
+    """The budget of a command that takes either --keep or --alpha."""
+    if (keep is None) == (alpha is None):
+        found = "neither" if keep is None else "both"
+        raise FairprunerError(
+            f"Pruning needs either a tolerance or a budget, found {found}: give --alpha 0.1 or --keep"
+            " flops=0.5."
+        )
+    if keep is None:
+        return None
+    metric, _, amount = keep.partition("=")
+    step = "flops=0.5 or flops=1000000"
     if not amount:
-        raise typer.BadParameter(f"{text!r} is not metric=amount, such as flops=0.5 or units=100")
-    return Budget(metric, parse_number(amount))  # type: ignore[arg-type]  # Budget checks the metric itself
+        raise _misread("--keep", keep, "no amount", step)
+    return Budget(metric, parse_number(keep, "--keep", step))  # type: ignore[arg-type]  # Budget checks the metric itself
 
 
 def parse_names(text: str) -> list[str]:
@@ -222,12 +238,12 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tabl
 
 def trained(source: str, weights: str | None, device: str = "cpu") -> nn.Module:
     """The model that a source names, with its weights, on a device; prints a note if they are random."""
+    net = load_model(source, weights)
     if is_zoo(source) and weights is None:
         print(
             f"Note: {source} has random weights here; give --weights FILE, or --weights {PRETRAINED}.",
             file=sys.stderr,
         )
-    net = load_model(source, weights)
     try:
         return net.to(device_of_process(device))
     except (RuntimeError, AssertionError) as error:  # the exceptions of torch for a missing device
@@ -241,6 +257,14 @@ def streamed(source: str, work: Path, weights: str | None = None, device: str = 
             "--stream computes on the CPU, with the weights of an hf: folder: leave out --weights, --device."
         )
     return Streamed(source, work=work, say=lambda sentence: print(f"Note: {sentence}", file=sys.stderr))
+
+
+def check_work(work: Path | None, stream: bool) -> None:
+    """Refuse a work folder that nothing uses."""
+    if work is not None and not stream:
+        raise FairprunerError(
+            f"Found --work {work} without --stream, which alone uses it: give --stream, or leave out --work."
+        )
 
 
 def beside(output: Path, work: Path | None) -> Path:

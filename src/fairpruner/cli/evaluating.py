@@ -21,6 +21,7 @@ from fairpruner.cli.common import (
     Work,
     app,
     beside,
+    check_work,
     parse_names,
     show,
     streamed,
@@ -88,6 +89,7 @@ def evaluate_models(
     as_json: AsJson = False,
 ) -> None:
     """Evaluate language models: accuracy and parse rate on tasks, and perplexity on a text."""
+    check_work(work, stream)
     if (tasks is None) != (data is None) or (tasks is None and text is None):
         raise FairprunerError(
             "There is nothing to evaluate: give --tasks together with --data, or --text, or both."

@@ -24,26 +24,27 @@ from fairpruner.cli.common import (
     Work,
     app,
     beside,
+    check_work,
     is_first,
     optional_names,
-    parse_budget,
+    parse_goal,
     parse_names,
     show,
     streamed,
     trained,
 )
-from fairpruner.cli.outputs import MODEL_FOLDER, check_output
+from fairpruner.cli.outputs import MODEL_FOLDER, check_checkpoints, check_output
 from fairpruner.cli.reading import CALIBRATION, TRAINING, Data, DataOptions, reads_data
 from fairpruner.cli.tables import show_demo, show_history, show_plan
 from fairpruner.core import marks
 from fairpruner.core.plan import Plan
 from fairpruner.demo import DATA, PRUNED, SCORES, WEIGHTS
 from fairpruner.demo import run as run_demo
-from fairpruner.errors import FairprunerError
+from fairpruner.errors import FairprunerError, unknown
 from fairpruner.files.folders import SHARD_SIZE
 from fairpruner.files.streaming import stream
 from fairpruner.inputs.augmentation import AUGMENTATIONS, Augmented
-from fairpruner.inputs.hugging_face import is_source, place_of
+from fairpruner.inputs.hugging_face import is_model, is_source, place_of
 from fairpruner.pipeline.options import PRESETS
 from fairpruner.pipeline.search import EFFORT
 from fairpruner.recovery.recipe import OPTIMIZERS, SCHEDULES
@@ -110,17 +111,14 @@ def cut(
     as_json: AsJson = False,
 ) -> None:
     """Remove the plan's units from a model, repair it if asked, and save the smaller model."""
+    check_work(work, stream_files)
+    methods = _repair_methods(repair)
     check_output(output, MODEL_FOLDER, model, plan, weights, data, force=force)
     if repair and data is None:
         raise FairprunerError(f"--repair {repair} needs samples: give --data.")
     if data is not None and not repair:
         raise FairprunerError(
             f"Found --data {data} without --repair, which alone uses it: give --repair, or leave out --data."
-        )
-    if data is None and data_options != CALIBRATION:
-        raise FairprunerError(
-            "Found options that say how data is read, without --data: give --repair and --data, or leave out"
-            " these options."
         )
     chosen = Plan.load(plan)
     if stream_files:
@@ -139,10 +137,15 @@ def cut(
             stream(place, chosen, output, max_shard_size=max_shard_size, force=force, changes=changes)
     else:
         net = trained(model, weights, device)
+        if max_shard_size != SHARD_SIZE and not is_model(net):
+            raise FairprunerError(
+                f"--max-shard-size {max_shard_size} applies to Hugging Face models, and {model} is a"
+                f" {type(net).__name__}: leave it out."
+            )
         small, notes = fp.cut(net, chosen), ()
-        if repair and data:
+        if methods and data:
             samples = data_options.read(model, net, data)
-            small, notes = fp.repair_with_notes(small, net, chosen, samples, method=parse_names(repair))
+            small, notes = fp.repair_with_notes(small, net, chosen, samples, method=methods)
         fp.save(small, chosen, output, build=model, max_shard_size=max_shard_size, force=force)
     show(show_plan(chosen, str(output), notes), as_json)
 
@@ -180,7 +183,9 @@ def recover(
 
     For several processes or mixed precision, start it with `accelerate launch -m fairpruner`.
     """
-    check_output(output, MODEL_FOLDER, folder, data, model, validation, checkpoints, teacher, force=force)
+    sources = (folder, data, model, validation, teacher)
+    check_output(output, MODEL_FOLDER, *sources, checkpoints, force=force)
+    check_checkpoints(checkpoints, *sources)
     small, plan = fp.load(folder, build=model), Plan.load(folder / "plan.json")
     recipe = fp.Recipe(
         optimizer=optimizer,
@@ -256,7 +261,10 @@ def prune(
         ),
     ] = "best",
     effort: Annotated[
-        int, typer.Option(help="Forward passes over the data that the search may spend.")
+        int,
+        typer.Option(
+            help="Forward passes over the data that the search for one budget, in one round, may spend."
+        ),
     ] = EFFORT,
     data_options: DataOptions = CALIBRATION,
     kinds: Kinds = None,
@@ -266,7 +274,10 @@ def prune(
     as_json: AsJson = False,
 ) -> None:
     """All stages: find the best plan for a budget, cut, repair and train, once or in rounds, and save."""
-    check_output(output, MODEL_FOLDER, model, data, weights, train, checkpoints, force=force)
+    sources = (model, data, weights, train)
+    check_output(output, MODEL_FOLDER, *sources, checkpoints, force=force)
+    check_checkpoints(checkpoints, *sources)
+    methods = _repair_methods(repair)
     training = {
         "--train": train,
         "--checkpoints": checkpoints,
@@ -279,14 +290,23 @@ def prune(
             f"Found {', '.join(unused)} without --recover-epochs, so nothing is trained: give"
             f" --recover-epochs, or leave out {', '.join(unused)}."
         )
+    budget = parse_goal(keep, alpha)
+    if effort != EFFORT and (budget is None or rounds > 1 or preset == "paper"):
+        raise FairprunerError(
+            f"--effort {effort} applies to the search for one budget: leave it out, or leave out --alpha,"
+            " --rounds and --preset paper."
+        )
+    recipe: dict[str, Any] = {"seed": data_options.seed}
+    if learning_rate is not None:
+        recipe["learning_rate"] = learning_rate
     net = trained(model, weights, device)
     small, plan = fp.prune(
         net,
         data_options.read(model, net, data),
-        keep=parse_budget(keep) if keep else None,
+        keep=budget,
         alpha=alpha,
         rounds=rounds,
-        repair=optional_names(repair),
+        repair=methods,
         recover_epochs=recover_epochs,
         train=(
             _for_training(replace(data_options, samples=None).read(model, net, train or data), augment)
@@ -298,13 +318,7 @@ def prune(
         options={
             "discover": {"kinds": optional_names(kinds), "skip": skip or ()},
             "score": {"removal": removal, "protection": protection, "seed": data_options.seed},
-            "recover": {
-                "recipe": {
-                    "seed": data_options.seed,
-                    **({} if learning_rate is None else {"learning_rate": learning_rate}),
-                },
-                "folder": checkpoints,
-            },
+            "recover": {"recipe": recipe, "folder": checkpoints} if recover_epochs else {},
         },
     )
     if is_first():
@@ -325,6 +339,15 @@ def demo(
         check_output(output / name, kind, force=force)
     torch.set_num_threads(1)  # for such small tensors, more threads are slower
     show(show_demo(run_demo(output, force=force), str(output)), as_json)
+
+
+def _repair_methods(text: str | None) -> list[str] | None:
+    """The names of repair methods, checked before a model is loaded; None if the option was not given."""
+    methods = optional_names(text)
+    for method in methods or ():
+        if method not in METHODS:
+            raise unknown("repair method", method, METHODS)
+    return methods
 
 
 def _for_training(batches: Iterable[Any], augment: str | None) -> Iterable[Any]:

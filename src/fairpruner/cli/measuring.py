@@ -80,7 +80,7 @@ def measure(
         original if small is None else small,
         _example(model, original, shape, device),
         against=None if small is None else original,
-        batch_sizes=parse_counts(batch_sizes),
+        batch_sizes=parse_counts(batch_sizes, "--batch-sizes"),
         threads=threads,
         runtimes=parse_names(runtimes),
         repeats=repeats,

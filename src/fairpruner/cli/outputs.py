@@ -42,6 +42,22 @@ def check_output(path: Path, kind: str, *sources: str | Path | None, force: bool
     _check_replaceable(real, kind)
 
 
+def check_checkpoints(folder: Path | None, *sources: str | Path | None) -> None:
+    """Refuse checkpoints in a folder that a command reads, or in that of a pruned model."""
+    if folder is None:
+        return
+    taken = (folder / PLAN).exists() or any(
+        is_at_or_below(source, folder) and is_at_or_below(folder, source)
+        for given in sources
+        for source in _places(given)
+    )
+    if taken:
+        raise FairprunerError(
+            f"--checkpoints {folder} is a folder that this command reads, or holds a pruned model: choose"
+            " another one."
+        )
+
+
 def _check_replaceable(path: Path, kind: str) -> None:
     """Refuse to replace anything but an output of this kind that fairpruner wrote."""
     if kind == MODEL_FOLDER and path.is_dir():

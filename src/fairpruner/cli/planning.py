@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,9 +30,10 @@ from fairpruner.cli.common import (
     Work,
     app,
     beside,
+    check_work,
     is_first,
     optional_names,
-    parse_budget,
+    parse_goal,
     parse_multiple,
     parse_number,
     parse_numbers,
@@ -42,7 +44,16 @@ from fairpruner.cli.common import (
     trained,
 )
 from fairpruner.cli.outputs import check_output
-from fairpruner.cli.reading import CALIBRATION, Data, DataOptions, Length, Size, TextColumn, reads_data
+from fairpruner.cli.reading import (
+    CALIBRATION,
+    Data,
+    DataOptions,
+    Length,
+    Size,
+    TextColumn,
+    check_used,
+    reads_data,
+)
 from fairpruner.cli.tables import show_plan, show_scores, show_spaces, show_sweep
 from fairpruner.core.budget import BUDGETS, Metric
 from fairpruner.core.plan import Plan
@@ -81,11 +92,17 @@ def discover(
     as_json: AsJson = False,
 ) -> None:
     """Show what can be removed from a model, and why other parts cannot."""
+    data_options = DataOptions(size=size, text_column=text_column, length=length)
+    check_used(data_options, DataOptions(), [] if data is None else [data])
+    if shape is not None and data is not None:
+        raise FairprunerError(
+            f"Found --shape {shape} and --data {data}, expected one of them: the data has a shape."
+        )
     large = streamed(model, Path(), weights) if stream else None  # discovery keeps nothing on disk
     net = load_model(model, weights) if large is None else large.model
     if data is not None:
-        data_options = DataOptions(samples=1, size=size, text_column=text_column, length=length)
-        example = example_of(data_options.read(model, net, data), torch.device("cpu"), net)
+        batches = replace(data_options, samples=1).read(model, net, data)
+        example = example_of(batches, torch.device("cpu"), net)
     else:
         example = torch.rand(1, *parse_shape(shape)) if shape is not None else example_for(model, net)
         if example is None:
@@ -148,6 +165,7 @@ def score(
         raise FairprunerError(
             f"Found --task {task} and --loss {loss}, expected one of them: a loss replaces that of the task."
         )
+    check_work(work, stream)
     check_output(output, "scores", model, data, weights, force=force)
     large = streamed(model, beside(output, work), weights, device) if stream else None
     net = trained(model, weights, device) if large is None else large.model
@@ -200,7 +218,7 @@ def sweep(
 ) -> None:
     """Show what plans for several budgets keep; needs no model."""
     loaded = Scores.load(scores).using(removal, protection)
-    kept = parse_numbers(amounts)
+    kept = parse_numbers(amounts, "--amounts")
     known: Metric = metric  # type: ignore[assignment]  # Budget checks it
     constraints = _constraints(multiple_of, min_keep, latency)
     plans = fp.sweep(loaded, known, kept, rule=rule, exact=exact, **constraints)
@@ -232,8 +250,8 @@ def plan(
 ) -> None:
     """Make a plan for a budget or a tolerance; needs no model."""
     check_output(output, "plan", scores, latency, force=force)
+    budget = parse_goal(keep, alpha)
     loaded = Scores.load(scores).using(removal, protection)
-    budget = parse_budget(keep) if keep else None
     if kinds or skip:
         loaded = loaded.only(optional_names(kinds), skip or ())
     constraints = _constraints(multiple_of, min_keep, latency)
@@ -262,6 +280,6 @@ def _constraints(multiple_of: str, min_keep: str, latency: Path | None) -> dict[
     """The constraints of every plan, as arguments of `fp.allocate`."""
     return {
         "multiple_of": parse_multiple(multiple_of),
-        "min_keep": parse_number(min_keep),
+        "min_keep": parse_number(min_keep, "--min-keep"),
         "latency": read_latency(latency),
     }

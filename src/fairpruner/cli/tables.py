@@ -57,7 +57,7 @@ def show_history(history: Sequence[Epoch], place: str) -> Printable:
     rows = [asdict(epoch) for epoch in history]
     return Printable(
         table_of(
-            f"{place}: recovered in {len(rows)} epochs",
+            f"{place}: recovered in {len(rows)} epoch{'' if len(rows) == 1 else 's'}",
             list(rows[0]) if rows else ["epoch"],
             [[_cell(v) for v in row.values()] for row in rows],
         ),

@@ -151,7 +151,7 @@ def check_replaceable(folder: Path) -> None:
         tensors = entry.name == MODEL or SHARD.fullmatch(entry.name) is not None
         if entry.is_symlink() or not (known or (tensors and kind_of(entry) == "model")):
             raise FairprunerError(
-                f"Folder {folder} holds {entry.name}, which fairpruner did not write, {advice}"
+                f"Folder {folder} holds {entry.name}, which is not part of a pruned model, {advice}"
             )
 
 
@@ -203,7 +203,14 @@ def _built(build: Callable[[], nn.Module] | str) -> nn.Module:
             f"build is a {type(build).__name__}, expected a function that makes one, or a source such as"
             " 'timm:resnet18': give for example build=lambda: model."
         )
-    model = (factory_of(build) if isinstance(build, str) else build)()
+    try:
+        model = (factory_of(build) if isinstance(build, str) else build)()
+    except FairprunerError:
+        raise
+    except Exception as error:  # the user's code may raise anything
+        raise FairprunerError(
+            f"build={build!r} did not build a model: {type(error).__name__}: {error}"
+        ) from error
     if not isinstance(model, nn.Module):
         raise FairprunerError(
             f"build returned a {type(model).__name__}, expected the original architecture as a"

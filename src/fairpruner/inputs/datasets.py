@@ -17,13 +17,14 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
 from fairpruner.core.arrays import Ints
-from fairpruner.errors import FairprunerError
+from fairpruner.errors import FairprunerError, check_whole_number
 from fairpruner.inputs.batches import no_samples, read_batches
 from fairpruner.inputs.data_files import MOST_CLASSES, read_arrays, read_image
 from fairpruner.inputs.sources import Transform, importable_from, resolve
 from fairpruner.models.calling import tensors_of
 
 IMAGES = {".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
+ARCHIVED = "__MACOSX"  # the folder that macOS adds to its archives
 
 END = object()  # of a loader
 
@@ -41,6 +42,7 @@ class Sampling:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise FairprunerError(f"{name} is {value}, expected at least 1.")
+        check_whole_number("seed", self.seed, at_least=0)
 
 
 @dataclass(frozen=True)
@@ -148,28 +150,45 @@ def _arrays(path: Path, sampling: Sampling, preprocessing: Preprocessing) -> Ite
     if x.dtype == np.uint8:
         inputs = preprocessing.normalise(torch.from_numpy(x))
     elif x.dtype.kind == "f":
+        if preprocessing != Preprocessing():
+            raise FairprunerError(
+                f"Data {path} has x of type {x.dtype}, which is used as it is: leave out --mean and --std, or"
+                " save x as uint8 in 0..255."
+            )
         inputs = torch.from_numpy(x.astype(np.float32))
     else:
-        raise FairprunerError(f"Data {path} has x of type {x.dtype}, expected float32, or uint8 in 0..255.")
+        raise FairprunerError(
+            f"Data {path} has x of type {x.dtype}, expected numbers with a decimal point (float16, float32,"
+            " float64), or uint8 in 0..255."
+        )
     labels = y.astype(np.int64)
     return _batches(TensorDataset(inputs, torch.from_numpy(labels)), labels, sampling)
 
 
 def _images(folder: Path, sampling: Sampling, transform: Transform) -> Iterable[Any]:
     """Batches from a folder; the label of an image is the position of its class among the sorted ones."""
-    classes = sorted(child for child in folder.iterdir() if child.is_dir())
     files = [
         (file, label)
-        for label, child in enumerate(classes)
-        for file in sorted(child.rglob("*"))
-        if file.suffix.lower() in IMAGES and file.is_file()
+        for label, name in enumerate(class_names(folder))
+        for file in sorted((folder / name).rglob("*"))
+        if file.suffix.lower() in IMAGES and _is_shown(file.relative_to(folder)) and file.is_file()
     ]
     if not files:
         raise FairprunerError(
-            f"Data folder {folder} has {len(classes)} class subfolders with no image in them: expected"
-            " folder/class/image.jpg."
+            f"Data folder {folder} holds no class subfolder with images ({' '.join(sorted(IMAGES))}):"
+            " expected folder/class/image.jpg."
         )
     return _batches(_ImageFiles(files, transform), np.array([label for _, label in files]), sampling)
+
+
+def class_names(folder: Path) -> list[str]:
+    """The sorted names of the class subfolders of an image folder."""
+    return sorted(child.name for child in folder.iterdir() if child.is_dir() and _is_shown(Path(child.name)))
+
+
+def _is_shown(path: Path) -> bool:
+    """Whether no part of a path is hidden: tools leave folders such as .ipynb_checkpoints beside classes."""
+    return not any(part.startswith(".") or part == ARCHIVED for part in path.parts)
 
 
 @dataclass(frozen=True)

@@ -162,7 +162,11 @@ def _build(source: str, pretrained: bool = False) -> nn.Module:
             f"Source {source!r} offers no weights: {PRETRAINED!r} works with {', '.join(LIBRARIES)};"
             " give a weights file."
         )
-    build = _zoo_factory(library, name, pretrained) if library in ZOOS else resolve(source)
+    build = (
+        _zoo_factory(library, name, pretrained)
+        if library in ZOOS
+        else resolve(source, (f"{library}:name" for library in LIBRARIES))
+    )
     if not callable(build):
         raise FairprunerError(
             f"Source {source!r} is a {type(build).__name__}, expected a function that builds a model."
@@ -207,19 +211,16 @@ def _import_zoo(library: str) -> ModuleType:
         ) from error
 
 
-def resolve(source: str) -> Any:
-    """The object that "package.module:name" or "path/to/file.py:name" names.
+def resolve(source: str, others: Iterable[str] = ()) -> Any:
+    """The object that "package.module:name" or "path/to/file.py:name" names; an error lists other forms too.
 
     >>> resolve("math:pi")
     3.141592653589793
     """
     place, _, name = source.rpartition(":")
     if not place or not name:
-        raise FairprunerError(
-            f"Source {source!r} names no function: expected"
-            f" {', '.join(f'{library}:name' for library in LIBRARIES)}, package.module:function or"
-            " path/to/file.py:function."
-        )
+        forms = ", ".join((*others, "package.module:function or path/to/file.py:function"))
+        raise FairprunerError(f"Source {source!r} names no function: expected {forms}.")
     try:
         with importable_from(source):
             module = _run_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import json
 import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO, StringIO
@@ -16,12 +18,14 @@ from torch.utils.data import DataLoader
 
 from fairpruner.core.arrays import Ints
 from fairpruner.core.reading import parse_json
-from fairpruner.errors import FairprunerError, import_extra, unknown
+from fairpruner.errors import FairprunerError, FairprunerWarning, import_extra, unknown
 from fairpruner.inputs.data_files import MOST_CLASSES, TEXT_LIMIT, decoded, read_bytes
 from fairpruner.inputs.datasets import Sampling, draw_balanced
 
 MOST_ROWS = 10**7
 NUMBER = re.compile(r"[0-9]{1,18}")  # a class index as text
+UNNAMED = re.compile(r"LABEL_[0-9]+")  # what transformers calls a class without a name
+LISTED = 20  # classes in a warning
 
 Row = Mapping[str, Any]
 Tokenizer = Callable[..., Mapping[str, torch.Tensor]]
@@ -55,7 +59,8 @@ def load_text(
     """Batches of tokens as dicts, with an attention mask, padded to the longest text of the batch.
 
     With a label column they also have `labels` [N]. Whole numbers and booleans are used as class indices.
-    Words are looked up in `classes`; if one is not there, all words are numbered in sorted order.
+    Words are looked up in `classes`. If these have no names, the words are numbered in sorted order, and a
+    warning lists the numbers.
     """
     columns = columns or Columns()
     rows = read_rows(Path(path))
@@ -93,10 +98,13 @@ def read_rows(path: Path) -> list[Row]:
         raise
     except Exception as error:  # the modules for .csv, .xz and .parquet raise many kinds of exceptions
         raise FairprunerError(f"Data {path} cannot be read: {type(error).__name__}: {error}.") from error
-    if not rows or not all(isinstance(row, dict) for row in rows):
-        raise FairprunerError(
-            f"Data {path} has {len(rows)} rows, expected at least one, each with named columns."
-        )
+    if not rows:
+        raise FairprunerError(f"Data {path} has no rows, expected at least one.")
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict):
+            raise FairprunerError(
+                f"Row {number} of {path} is a {type(row).__name__}, expected an object with named columns."
+            )
     return rows
 
 
@@ -106,11 +114,33 @@ def _suffix(path: Path) -> str:
 
 
 def _read_jsonl(content: bytes, path: Path) -> list[Any]:
-    return [parse_json(line, path) for line in _lines(content) if line.strip()]
+    lines = enumerate(_lines(content), 1)
+    return [_parse_line(line, number, path) for number, line in lines if line.strip()]
+
+
+def _parse_line(line: str, number: int, path: Path) -> Any:
+    try:
+        return parse_json(line, path)
+    except FairprunerError as error:
+        cause: object = error.__cause__
+        if isinstance(cause, json.JSONDecodeError):
+            cause = f"{cause.msg} at character {cause.colno}"  # without "line 1"
+        raise FairprunerError(f"Line {number} of {path} is not JSON: {cause}.") from error
 
 
 def _read_csv(content: bytes, path: Path) -> list[Any]:
-    return list(csv.DictReader(_lines(content)))
+    reader = csv.DictReader(_lines(content))
+    rows: list[Any] = list(reader)
+    for number, row in enumerate(rows, 1):
+        # A short row holds None for the columns that it lacks; a long one holds a list under None.
+        if None in row or None in row.values():
+            expected = len(reader.fieldnames or ())
+            found = sum(isinstance(value, str) for value in row.values()) + len(row.get(None, ()))
+            raise FairprunerError(
+                f"Row {number} of {path} has {found} fields, expected {expected}: put texts with commas in"
+                " quotes."
+            )
+    return rows
 
 
 def _read_parquet(content: bytes, path: Path) -> list[Any]:
@@ -168,6 +198,23 @@ def _labels(values: Sequence[Any], classes: Mapping[str, int], path: str | Path)
             f"Data {path} has the label {repr(strange[0])[:60]} among others, expected whole numbers, or"
             " words in every row."
         )
-    words = sorted(set(values))
-    known = classes if set(words) <= set(classes) else {word: i for i, word in enumerate(words)}
+    known = _numbered(sorted(set(values)), classes, path)
     return np.array([known[value] for value in values])
+
+
+def _numbered(words: Sequence[str], classes: Mapping[str, int], path: str | Path) -> Mapping[str, int]:
+    """The class index of every word."""
+    strange = [word for word in words if word not in classes]
+    if not strange:
+        return classes
+    if not all(UNNAMED.fullmatch(name) for name in classes):
+        raise unknown(f"class of the model in {path}", strange[0], classes)
+    numbers = {word: i for i, word in enumerate(words)}
+    shown = ", ".join(f"{word[:40]} = {i}" for word, i in list(numbers.items())[:LISTED])
+    warnings.warn(
+        f"The model has no names for its classes, so the labels of {path} were numbered in sorted order:"
+        f" {shown}{', …' if len(words) > LISTED else ''}. If the model has another order, give numbers.",
+        FairprunerWarning,
+        stacklevel=2,
+    )
+    return numbers

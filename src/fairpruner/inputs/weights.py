@@ -77,12 +77,14 @@ def _read_weights(path: Path) -> dict[str, torch.Tensor]:
         content = readers[path.suffix](path)
     except pickle.UnpicklingError as error:
         raise FairprunerError(
-            f"Weights {path} hold more than tensors, which could run code: save model.state_dict() instead."
+            f"Weights {path} hold more than tensors, which could run code, or the file is damaged: save"
+            " model.state_dict() instead."
         ) from error
     except FairprunerError:
         raise
     except Exception as error:  # torch.load may raise anything on a file that is not a checkpoint
-        raise FairprunerError(f"Weights {path} cannot be read: {type(error).__name__}: {error}") from error
+        reason = f"{type(error).__name__}: {str(error) or 'the file is empty or damaged'}"
+        raise FairprunerError(f"Weights {path} cannot be read: {reason}") from error
     for wrapper in ("state_dict", "model"):
         if isinstance(content, Mapping) and isinstance(content.get(wrapper), Mapping):
             content = content[wrapper]

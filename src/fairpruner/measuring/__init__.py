@@ -52,6 +52,12 @@ def measure(
     """
     _check(batch_sizes, runtimes, repeats)
     models = [model] if against is None else [model, against]
+    for net in models:
+        if not isinstance(net, nn.Module):
+            raise FairprunerError(
+                f"A model to measure is a {type(net).__name__}, expected a torch.nn.Module: `load` gives the"
+                " model of a folder."
+            )
     with ExitStack() as stack:
         used = stack.enter_context(threads_of(threads))
         for net in models:

@@ -50,7 +50,11 @@ def energy_of(run: Inference, country: str) -> Energy:
 
 def _tracker(country: str) -> Any:  # CodeCarbon has no types
     library: Any = import_extra("codecarbon", "energy", "Energy")
+    source: Any = import_extra("codecarbon.input", "energy", "Energy")
     try:
+        # The tracker itself would take the mean of the world for an unknown country.
+        if country not in source.DataSource().get_global_energy_mix_data():
+            raise ValueError("it is not in the list of countries")
         return library.OfflineEmissionsTracker(
             country_iso_code=country,
             save_to_file=False,

@@ -17,10 +17,11 @@ from fairpruner.allocation import (
 )
 from fairpruner.allocation.composition import compose, remaining
 from fairpruner.core.budget import Budget
+from fairpruner.core.costs import metrics_of
 from fairpruner.core.plan import Plan
 from fairpruner.core.spaces import Spaces
 from fairpruner.discovery import discover
-from fairpruner.errors import FairprunerError, unknown
+from fairpruner.errors import unknown
 from fairpruner.inputs.batches import check_rereadable, read_batches
 from fairpruner.inputs.datasets import example_of
 from fairpruner.inputs.tokens import real_tokens
@@ -32,8 +33,10 @@ from fairpruner.models.supported import check_has_numbers
 from fairpruner.pipeline.learning import Learning
 from fairpruner.pipeline.options import (
     Options,
+    check_latency,
     check_min_keep,
     check_preset,
+    check_recovery,
     check_schedule,
     checked,
     repair_options,
@@ -105,12 +108,16 @@ def prune(
             raise unknown("repair method", method, METHODS)
     check_preset(preset, methods, options)
     check_min_keep(options["allocate"].get("min_keep"), rounds)
+    check_latency(keep, options["allocate"].get("latency"), rounds)
     check_rereadable(data, "every round reads it")
     check_rereadable(train, "every epoch reads it", name="training data")
+    check_recovery(recover_epochs, train, options)
     learning = Learning(model, data if train is None else train, recover_epochs, preset == "best", options)
     with random_state_kept(devices_of_model(model)):
         example = example_of(data, device_of_model(model), model)
         spaces = discover(model, example, **options["discover"])
+        if keep is not None and keep.counted_in not in (*metrics_of(spaces), "latency_ms"):
+            raise cannot_be_met(keep)
         if keep is not None and rounds == 1 and preset == "best":
             small, plan = _searched(model, data, spaces, Search(keep, effort, methods), options)
             return learning.learn(small, 1, repaired=True), plan
@@ -137,8 +144,6 @@ def _searched(
     """The best smaller model that a search finds, and its plan; `options` restrict the search."""
     if search.keep.metric in KINDS_OF_METRIC:  # a budget of experts removes nothing else
         spaces = spaces.only(kinds=KINDS_OF_METRIC[search.keep.metric])
-        if not len(spaces):
-            raise cannot_be_met(search.keep)
     first = next(read_batches(data, device_of_model(model), model))
     scoring, limits = dict(options["score"]), {"exact": True, **options["allocate"]}
     loss = repair_options(options).get("loss")
@@ -175,14 +180,8 @@ def _share_of(keep: Budget, so_far: Plan, done: float) -> Budget:
 
     The amounts of the rounds form a geometric sequence from the original to `keep`.
     """
-    if keep.counted_in == "latency_ms":  # a latency table holds for the original model only
-        if done < 1:
-            raise FairprunerError(
-                f"A budget of {keep.metric} needs a single round: give rounds=1, or a budget of flops."
-            )
+    if keep.counted_in == "latency_ms":  # in a single round
         return keep
-    if keep.metric not in so_far.original:
-        raise cannot_be_met(keep)
     original = so_far.original[keep.metric]
     amount = round(original ** (1 - done) * keep.target(original) ** done)
     # An earlier round may already keep less than this.

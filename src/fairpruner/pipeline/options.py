@@ -49,6 +49,32 @@ def check_schedule(
         check_whole_number(name, value, least)
 
 
+def check_latency(keep: Budget | None, table: object, rounds: int) -> None:
+    """Refuse a budget of latency without a latency table, or in several rounds."""
+    if keep is None or keep.counted_in != "latency_ms":
+        return
+    if rounds > 1:  # a latency table holds for the original model only
+        raise FairprunerError(
+            f"A budget of {keep.metric} needs a single round: give rounds=1, or a budget of flops."
+        )
+    if table is None:
+        raise FairprunerError(
+            f"Budget {keep.metric} keep={keep.amount} needs a latency table: give options={{'allocate':"
+            " {'latency': latency_table(...)}}, or use the commands score, latency, plan --latency and cut."
+        )
+
+
+def check_recovery(epochs: int, train: object, options: Options) -> None:
+    """Refuse arguments that only training uses, if there is none."""
+    given = {"train": train is not None, "options['recover']": bool(options["recover"])}
+    unused = " and ".join(name for name, found in given.items() if found)
+    if unused and not epochs:
+        raise FairprunerError(
+            f"Found {unused} without recover_epochs, so nothing is trained: give recover_epochs, or leave out"
+            f" {unused}."
+        )
+
+
 def check_min_keep(min_keep: Any, rounds: int) -> None:
     """Refuse shares of a space that every round would take of what the round before left."""
     least = min_keep.values() if isinstance(min_keep, Mapping) else [min_keep]

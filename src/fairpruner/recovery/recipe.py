@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from numbers import Real
 from typing import Any
 
 import torch
@@ -127,12 +128,29 @@ class Recipe:
                 " parameters are frozen. Call requires_grad_() on it."
             )
         make = OPTIMIZERS[self.optimizer] if isinstance(self.optimizer, str) else self.optimizer
-        return make(parameters, self)
+        try:
+            optimizer: object = make(parameters, self)
+            found = f"it returned a {type(optimizer).__name__}"
+        except Exception as error:  # a class of torch.optim, for example, takes no recipe
+            optimizer, found = error, f"it raised {type(error).__name__}: {error}"
+        if isinstance(optimizer, Optimizer):
+            return optimizer
+        cause = optimizer if isinstance(optimizer, Exception) else None
+        raise FairprunerError(
+            f"Recipe optimizer={make!r} made no optimizer, {found}: give a function of parameters and recipe,"
+            " such as lambda parameters, recipe: torch.optim.Adam(parameters, recipe.learning_rate)."
+        ) from cause
 
     def factor(self, done: float) -> float:
         """The factor of the learning rate when this share of the training is done."""
         schedule = SCHEDULES[self.schedule] if isinstance(self.schedule, str) else self.schedule
-        return schedule(done)
+        found: object = schedule(done)
+        if not isinstance(found, (Real, torch.Tensor)) or not math.isfinite(found):
+            raise FairprunerError(
+                f"Recipe schedule={self.schedule!r} gave {found!r} for {done:g}, expected a finite number:"
+                " the factor of the learning rate."
+            )
+        return float(found)
 
     def settings(self) -> dict[str, Any]:
         """The settings that the result depends on, as JSON values; a function is given by its name."""

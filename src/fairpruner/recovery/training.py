@@ -85,6 +85,14 @@ def recover(
     ([1, 2], False)
     """
     check_whole_number("epochs", epochs)
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise FairprunerError(
+            f"recipe is {recipe!r}, expected a Recipe: for example recipe=Recipe(learning_rate=0.01)."
+        )
+    if on_epoch is not None and not callable(on_epoch):
+        raise FairprunerError(
+            f"on_epoch is {on_epoch!r}, expected a function of an Epoch: for example history.append."
+        )
     for net in (small,) if teacher is None else (small, teacher):
         check_has_numbers(net)
     for name, data in (("training", train), ("validation", validation)):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import NoneType
 
 from fairpruner.allocation import allocate
 from fairpruner.allocation.diagnostics import diagnose
@@ -14,6 +16,7 @@ from fairpruner.core.reading import read_plain_json
 from fairpruner.core.scores import Scores
 from fairpruner.errors import FairprunerError
 from fairpruner.files import PLAN, REPORT
+from fairpruner.measuring import Measurement
 from fairpruner.reporting.facts import SpaceFacts
 from fairpruner.reporting.numbers import NumbersByModel, read_numbers
 from fairpruner.reporting.output import Report
@@ -27,7 +30,7 @@ def report(
     source: Scores | str | Path,
     plan: Plan | str | Path | None = None,
     *,
-    measured: NumbersByModel | str | Path | None = None,
+    measured: NumbersByModel | Measurement | str | Path | None = None,
     latency: LatencyTable | str | Path | None = None,
     title: str | None = None,
 ) -> Report:
@@ -35,9 +38,9 @@ def report(
 
     `source` is scores, a scores file, or the folder of a pruned model. With scores, the page lets its reader
     choose any plan; with a folder, it shows the plan of that model only. `plan` is the plan that the page
-    shows first: a value, a file or a folder. `measured` holds numbers by model, or names a JSON file of them:
-    {"cut": {"accuracy": 0.91, "flops": 62e6, "latency_ms": 3.1}}. `latency` is a table made by
-    `latency_table`, or its file: every plan then also shows its predicted milliseconds.
+    shows first: a value, a file or a folder. `measured` is what `measure` returned, or numbers by model, or a
+    JSON file of them: {"cut": {"accuracy": 0.91, "flops": 62e6, "latency_ms": 3.1}}. `latency` is a table
+    made by `latency_table`, or its file: every plan then also shows its predicted milliseconds.
 
     >>> from fairpruner.core.cost_model import CostModel
     >>> from fairpruner.core.spaces import Spaces
@@ -49,13 +52,21 @@ def report(
     >>> found.spaces[0].kept, found.diagnosis.optimal
     (2, True)
     """
+    _check_types(
+        {
+            "source": (source, (Scores, str, Path), "scores, their file, or the folder of a pruned model"),
+            "plan": (plan, (Plan, str, Path, NoneType), "a plan, its file, or the folder of a pruned model"),
+            "latency table": (latency, (LatencyTable, str, Path, NoneType), "a table or its file"),
+            "title": (title, (str, NoneType), "text"),
+        }
+    )
     if isinstance(source, Scores):
         scores: Scores | None = source
         name = title or "Scores"
     else:
         scores = None if Path(source).is_dir() else Scores.load(source)
         name = title or Path(source).name
-    numbers = read_numbers(measured or {})
+    numbers = read_numbers(measured.numbers() if isinstance(measured, Measurement) else measured or {})
     table = LatencyTable.load(latency) if isinstance(latency, (str, Path)) else latency
     if scores is not None:
         chosen = _timed(allocate(scores, alpha=TOLERANCE) if plan is None else _plan(plan), table)
@@ -68,6 +79,13 @@ def report(
     folder = Path(str(source))
     numbers = {**_measured_at_saving(folder), **numbers}
     return Report(name, _timed(_plan(folder), table), measured=numbers, latency=table)
+
+
+def _check_types(arguments: Mapping[str, tuple[object, tuple[type, ...], str]]) -> None:
+    """Refuse an argument (name -> value, types, what is expected) of another type."""
+    for name, (value, types, expected) in arguments.items():
+        if not isinstance(value, types):
+            raise FairprunerError(f"The {name} of a report is a {type(value).__name__}, expected {expected}.")
 
 
 def _plan(plan: Plan | str | Path) -> Plan:

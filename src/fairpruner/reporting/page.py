@@ -22,6 +22,7 @@ from fairpruner.core.tod import conflict_curve, removal_order
 from fairpruner.core.trials import COLUMNS
 from fairpruner.core.units import UnitSpace
 from fairpruner.core.writing import written_whole
+from fairpruner.errors import FairprunerError
 from fairpruner.reporting.facts import ReportContent
 
 STYLES = ("uPlot.min.css", "style.css")
@@ -31,8 +32,15 @@ SCRIPTS = ("uPlot.iife.min.js", "allocation.js", "charts.js", "views.js", "main.
 
 def write_page(report: ReportContent, path: str | Path) -> None:
     """Write the page; an interrupted run leaves no partial file."""
+    try:
+        page = render_page(report).encode()
+    except UnicodeEncodeError as error:  # half of a surrogate pair, as in the name of a file
+        strange = error.object[error.start : error.end]
+        raise FairprunerError(
+            f"The title or a name in the report has {strange!r}, which UTF-8 cannot hold: give another title."
+        ) from error
     with written_whole(path) as temporary:
-        temporary.write_text(render_page(report), encoding="utf-8")
+        temporary.write_bytes(page)
 
 
 def render_page(report: ReportContent) -> str:

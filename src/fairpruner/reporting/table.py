@@ -34,7 +34,9 @@ def trials_table(trials: Sequence[Trial]) -> Group:
         f"Tried {len(trials)} repaired cuts",
         COLUMNS,
         [trial.cells for trial in trials],
-        notes=["Distance: from the original's outputs, on samples that no repair used."],
+        notes=[
+            "Distance: from the original's outputs, on samples that no repair used (on all, if fewer than 5)."
+        ],
     )
 
 

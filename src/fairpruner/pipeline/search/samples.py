@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fairpruner.errors import FairprunerWarning
 from fairpruner.inputs.batches import Batch, read_batches
 from fairpruner.inputs.same_order import SameOrder
 from fairpruner.models.calling import tensors_of
@@ -90,4 +92,12 @@ def split(data: Iterable[Any], model: nn.Module) -> tuple[SampleSet, SampleSet]:
     """The samples that repairs use, and those that judge; with fewer than JUDGED samples, all are both."""
     batches = Batches.of(data, model)
     fitting, judging = (SampleSet(batches, judging) for judging in (False, True))
-    return (fitting, judging) if judging.samples else (fitting, fitting)
+    if judging.samples:
+        return fitting, judging
+    warnings.warn(
+        f"The data holds {batches.samples} sample{'s' if batches.samples > 1 else ''}, so repairs are judged"
+        f" on the samples that they use: give at least {JUDGED}.",
+        FairprunerWarning,
+        stacklevel=2,
+    )
+    return fitting, fitting
