@@ -474,7 +474,7 @@ def test_ctrl_c_and_sigterm_print_one_sentence_and_exit_with_130(
     process = subprocess.Popen(
         [
             *(sys.executable, "-c", "from fairpruner.cli import app; app()"),
-            *("prune", "slow.py:build", "--data", "x.npz"),
+            *("prune", "slow.py:build", "--data", "x.npz", "--keep", "flops=0.5"),
         ],
         cwd=tmp_path,
         stdout=subprocess.PIPE,

@@ -47,7 +47,7 @@ def given() -> Given:
 
 
 WRONG: list[tuple[Callable[[Given], Any], str]] = [
-    (lambda g: g.score(groups="3"), "groups='3', expected a whole number of at least 2"),
+    (lambda g: g.score(groups="3"), "groups='3', expected a whole number"),
     (lambda g: g.score(groups=2.5), "groups=2.5, expected a whole number"),
     (lambda g: g.score(removal={}), "removal= holds {}, expected the name of a signal"),
     (lambda g: g.score(removal=5), "removal= holds 5, expected the name of a signal"),

@@ -66,7 +66,7 @@ def score(
     """
     check_whole_number("seed", seed, at_least=0)
     if groups is not None:
-        check_whole_number("groups", groups, at_least=2)
+        check_whole_number("groups", groups)
     asked: dict[Side, tuple[ByKind, ...] | None] = {
         "removal": parse_signals("removal", removal),
         "protection": parse_signals("protection", protection),
