@@ -402,7 +402,10 @@ def test_completion_offers_the_rules() -> None:
             ["cut", DEMO, "pruned/plan.json", "-o", ".", "--force"],
             ". is or holds pruned/plan.json, which this command reads or writes",
         ),
-        (["cut", DEMO, "scores.safetensors", "-o", "new"], "Cannot read scores.safetensors"),
+        (
+            ["cut", DEMO, "scores.safetensors", "-o", "new"],
+            "Cannot read scores.safetensors: it holds no text",
+        ),
         (["demo", "-o", "digits.npz/demo"], "is not a folder, or it is not writable"),
         (
             ["score", DEMO, "--data", "nothing.npz", "-o", "digits.npz/s.safetensors"],

@@ -22,6 +22,11 @@ def unreadable(path: str | Path, error: Exception) -> FairprunerError:
     >>> print(unreadable("nothing-is-here.json", FileNotFoundError()))
     Cannot read nothing-is-here.json: there is no such file. Correct the path, or write the file first.
     """
+    if isinstance(error, UnicodeDecodeError):
+        return FairprunerError(
+            f"Cannot read {path}: it holds no text in UTF-8. Scores and weights do not; plans, tables and"
+            " reports do. Check that it is the file you mean."
+        )
     if not isinstance(error, FileNotFoundError):
         reason = error.strerror if isinstance(error, OSError) else None  # without the path again
         return FairprunerError(f"Cannot read {path}: {reason or error}.")
