@@ -151,12 +151,12 @@ class Objective:
         return torch.stack([square.to(squares[0].device) for square in squares]).sum() / (2 * batch.size)
 
     def _drawn(self, batch: Batch, each: int) -> Tensor:
-        """So many random numbers below 1 for `each` sample, [samples * each, 1], in batches of any size."""
+        """`each` random numbers below 1 for every sample, [samples * each, 1]; batches make no difference."""
         first, last = batch.start // DRAWN_TOGETHER, (batch.start + batch.size - 1) // DRAWN_TOGETHER
-        blocks = [
-            torch.rand(DRAWN_TOGETHER, each, generator=torch.Generator().manual_seed(self.seed + number))
-            for number in range(first, last + 1)
-        ]
+        generator, blocks = torch.Generator("cpu"), []
+        for number in range(first, last + 1):
+            generator.manual_seed(self.seed + number)
+            blocks.append(torch.rand(DRAWN_TOGETHER, each, generator=generator, device="cpu"))
         skipped = batch.start - first * DRAWN_TOGETHER
         return torch.cat(blocks)[skipped : skipped + batch.size].reshape(-1, 1)
 
