@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -181,3 +182,37 @@ def test_one_tensor_is_one_batch_for_every_stage() -> None:
     small, plan = fp.prune(net, inputs, keep=fp.Budget("units", 0.5))
     assert plan.share("units") == 0.5
     assert small(inputs).shape == (64, 5)
+
+
+# The default device
+
+
+@pytest.fixture
+def default_device_elsewhere() -> Iterator[None]:
+    """As with `torch.set_default_device("cuda")` and a model on the CPU: no number may come from there."""
+    torch.set_default_device("meta")
+    yield
+    torch.set_default_device(None)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("default_device_elsewhere")
+def test_no_stage_uses_the_default_device(tmp_path: Path) -> None:
+    with torch.device("cpu"):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU())
+        net = nn.Sequential(*net, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)).eval()
+        images, labels = torch.randn(64, 3, 12, 12), torch.arange(64) % 4
+        data = list(zip(images.split(16), labels.split(16), strict=True))
+    removal = ["wasserstein", "activation", "reconstruction", "surgeon", "saliency", "fpgm", "random"]
+    scores = fp.score(net, data, removal=removal, protection=["taylor", "taylor2", "deletion"])
+    fp.score(net, [inputs for inputs, _ in data])
+    plan = fp.allocate(scores, keep=fp.Budget("flops", 0.5))
+    small = fp.cut(net, plan)
+    for method in ("mean", "least_squares", "sequential", "batchnorm", "tune"):
+        fp.repair(small, net, plan, data, method=method)
+    fp.save(small, plan, tmp_path / "small")
+    fp.recover(small, data, epochs=1)
+    best, found = fp.prune(net, data, keep=fp.Budget("flops", 0.5))
+    assert fp.count_params(best) == found.predicted["params"]
+    assert all(tensor.device.type == "cpu" for tensor in best.state_dict().values())

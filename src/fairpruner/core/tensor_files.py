@@ -42,7 +42,7 @@ class TensorFile:
     def read(self, name: str) -> Tensor:
         """One tensor."""
         like = self._mapped.get_tensor(name)  # only for its type and shape; its numbers are not read
-        tensor = torch.empty(like.shape, dtype=like.dtype)
+        tensor = torch.empty(like.shape, dtype=like.dtype, device="cpu")
         begin, end = self._header[name]["data_offsets"]
         self._file.seek(self._start + begin)
         room = tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b""

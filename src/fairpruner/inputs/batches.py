@@ -53,7 +53,7 @@ class Batch:
 
     def rows(self, start: int, stop: int) -> Batch:
         """A batch of the samples from `start` to `stop`."""
-        return replace(self.some(torch.arange(self.size)[start:stop]), start=self.start + start)
+        return replace(self.some(torch.arange(self.size, device="cpu")[start:stop]), start=self.start + start)
 
     def some(self, chosen: Tensor) -> Batch:
         """A batch of the samples with these indices, [n]."""
@@ -206,9 +206,9 @@ def _images_and_boxes(item: Mapping[Any, Any], dtype: torch.dtype) -> tuple[Tens
 
 def joined_boxes(batch: Batch) -> dict[str, Any]:
     """The images and boxes of a batch as the dict that a model of Ultralytics computes its losses from."""
-    counts = torch.tensor([len(boxes["cls"]) for boxes in batch.labels])
+    counts = torch.tensor([len(boxes["cls"]) for boxes in batch.labels], device="cpu")
     rows = {key: torch.cat([boxes[key] for boxes in batch.labels]) for key in batch.labels[0]}
-    index = torch.repeat_interleave(torch.arange(len(counts)), counts).float()
+    index = torch.repeat_interleave(torch.arange(len(counts), device="cpu"), counts).float()
     return {"img": batch.inputs, "batch_idx": index.to(batch.inputs.device), **rows}
 
 
@@ -242,7 +242,8 @@ def _labels(labels: Any, dtype: torch.dtype, position: int) -> Any:
     if labels is None or (isinstance(labels, list) and labels and all(isinstance(t, dict) for t in labels)):
         return labels
     try:
-        return torch.as_tensor(_tensors(labels, dtype) if isinstance(labels, np.ndarray) else labels)
+        found = _tensors(labels, dtype) if isinstance(labels, np.ndarray) else labels
+        return found if isinstance(found, Tensor) else torch.as_tensor(found, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise FairprunerError(
             f"Batch {position} has labels of type {type(labels).__name__}, expected a tensor: {error}"

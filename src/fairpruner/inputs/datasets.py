@@ -77,7 +77,7 @@ class Preprocessing:
                     " one per channel."
                 )
         shape = (-1, *[1] * (pixels.ndim - 2))  # [C or 1, 1, …]
-        mean, std = (torch.tensor(values).reshape(shape) for values in (self.mean, self.std))
+        mean, std = (torch.tensor(values, device="cpu").reshape(shape) for values in (self.mean, self.std))
         return (pixels.float() / 255 - mean) / std
 
 

@@ -48,7 +48,7 @@ def counted_rows(total: int, inputs: Any, reader: str) -> Tensor:
     """The indices of the rows that are not padding, of `total` rows in the order of the texts."""
     real = real_tokens(inputs, reader)
     if real is None or real.numel() != total:
-        return torch.arange(total)
+        return torch.arange(total, device="cpu")
     return real.flatten().nonzero().flatten().cpu()
 
 

@@ -54,9 +54,12 @@ def _mean_inputs(job: Job, blocks: list[ExpertBlock]) -> dict[str, Tensor]:
         if router.inner is None:
             return
         size, width = router.block.size, router.inner.shape[1]
-        empty = torch.zeros(size, dtype=torch.float64), torch.zeros(size, width, dtype=torch.float64)
+        empty = (
+            torch.zeros(size, dtype=torch.float64, device="cpu"),
+            torch.zeros(size, width, dtype=torch.float64, device="cpu"),
+        )
         total, summed = sums.setdefault(router.block.name, empty)
-        counted = torch.zeros(router.tokens, dtype=torch.bool)
+        counted = torch.zeros(router.tokens, dtype=torch.bool, device="cpu")
         counted[counted_rows(router.tokens, inputs, router.block.name)] = True
         share = router.weight.cpu().double().square() * counted[router.token.cpu()]  # [P]
         total.index_add_(0, router.expert.cpu(), share)
@@ -72,7 +75,7 @@ def _mean_inputs(job: Job, blocks: list[ExpertBlock]) -> dict[str, Tensor]:
 
 def _replace(job: Job, block: ExpertBlock, space: UnitSpace, means: Tensor) -> Note:
     plan = job.plan
-    removed = torch.tensor(plan.removed[space.name])
+    removed = torch.tensor(plan.removed[space.name], device="cpu")
     kept = np.setdiff1d(np.arange(block.size), removed)
     theirs: Any = job.model.get_submodule(block.experts)
     ours: Any = job.small.get_submodule(block.experts)

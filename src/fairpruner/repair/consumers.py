@@ -135,13 +135,13 @@ class Moments:
             channels = values.unflatten(1, (self.product.groups, -1)).transpose(0, 1)  # [G, rows, c]
         if not channels.shape[1]:  # a batch of one sample leaves a half without rows: nothing is allocated
             groups, _, size = channels.shape
-            zero = torch.zeros((), dtype=torch.float64)
+            zero = torch.zeros((), dtype=torch.float64, device="cpu")
             return _Sums(0, zero.expand(groups, size, size), zero.expand(groups, size))
         return _Sums(channels.shape[1], float64(gram_matrix(channels)), float64(channels.sum(1)))
 
     def equations(self, matrix: Tensor, keep: Tensor) -> Halves:
         """Fit what the lost channels gave through the weights [G, c, taps, q] by the kept channels."""
-        gone = torch.ones(matrix.shape[1], dtype=torch.bool)
+        gone = torch.ones(matrix.shape[1], dtype=torch.bool, device="cpu")
         gone[keep] = False
         lost = matrix[:, gone].flatten(2)  # [G, r, taps q]
 

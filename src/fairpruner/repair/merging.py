@@ -27,7 +27,7 @@ SHARES = (0.0, 0.1, 0.2, 0.35, 0.5, 1.0)
 def merge_experts(job: Job) -> list[Note]:
     """Merge the removed experts of every block into the kept ones of the cut model."""
     removed = {
-        space.name: torch.tensor(job.plan.removed[space.name])
+        space.name: torch.tensor(job.plan.removed[space.name], device="cpu")
         for space in job.plan.spaces
         if space.kind == "expert" and job.plan.removed[space.name] and job.plan.kept[space.name]
     }
@@ -77,7 +77,7 @@ def _merge(job: Job, block: ExpertBlock, removed: Tensor) -> Note:
 def nearest(rows: Tensor, removed: Tensor) -> Tensor:
     """For each removed expert, the position of the most similar kept expert; router rows [E, H]."""
     directions = F.normalize(float64(rows), dim=1)
-    kept = torch.ones(len(rows), dtype=torch.bool).index_fill(0, removed, False)
+    kept = torch.ones(len(rows), dtype=torch.bool, device="cpu").index_fill(0, removed, False)
     return (directions[removed] @ directions[kept].T).argmax(1)
 
 

@@ -39,7 +39,7 @@ class Refit:
         self._channels, self._taps = matrix.shape[1:3]
         self._before = Fit(
             matrix.transpose(1, 2).flatten(1, 2),  # [G, taps c, q]
-            torch.zeros(len(matrix), matrix.shape[3], dtype=torch.float64)
+            torch.zeros(len(matrix), matrix.shape[3], dtype=torch.float64, device="cpu")
             if product.bias is None
             else float64(product.bias.detach()).view(len(matrix), -1),
         )

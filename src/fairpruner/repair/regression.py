@@ -74,7 +74,9 @@ class NormalEquations:
         if not features.shape[1]:  # a batch of one sample leaves a half without rows: nothing is allocated
             groups, p, q = len(features), features.shape[2], targets.shape[2]
             shapes = (groups, p, p), (groups, p, q), (groups, q), (groups, p), (groups, q)
-            return NormalEquations(0, *(torch.zeros((), dtype=torch.float64).expand(s) for s in shapes))
+            return NormalEquations(
+                0, *(torch.zeros((), dtype=torch.float64, device="cpu").expand(s) for s in shapes)
+            )
         counted_features, counted_targets, rows = features, targets, float(features.shape[1])
         if weights is not None:
             root = weights.to(features).sqrt()[:, None]  # [rows, 1]

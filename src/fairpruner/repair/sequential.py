@@ -179,7 +179,7 @@ class _OriginalPass(Interceptor):
         super().__init__(model)
         self._uses, self._kept, self._batch = uses, kept, batch
         self._texts = real_tokens(batch.inputs) is not None
-        self._generator = torch.Generator().manual_seed(batch.position)
+        self._generator = torch.Generator("cpu").manual_seed(batch.position)
         self._rows: dict[tuple[int, torch.device], tuple[Tensor, Rows]] = {}  # by the number of all rows
         self._arriving: dict[int, tuple[Product, Rows]] = {}  # by the number of the addition
         self.targets: dict[str, RefitTarget] = {}
@@ -214,8 +214,8 @@ class _OriginalPass(Interceptor):
         """About POSITIONS rows of an image, or TOKENS of a text: one is drawn from each of equal parts."""
         each = TOKENS if self._texts else POSITIONS
         wanted = min(len(rows), self._batch.size * each)
-        random = torch.rand(wanted, generator=self._generator, dtype=torch.float64)
-        places = (torch.arange(wanted) + random) * (len(rows) / max(wanted, 1))
+        random = torch.rand(wanted, generator=self._generator, dtype=torch.float64, device="cpu")
+        places = (torch.arange(wanted, device="cpu") + random) * (len(rows) / max(wanted, 1))
         return rows[places.long().clamp_max(len(rows) - 1)]
 
     def _take(self, product: Product, rows: Rows, values: Tensor, *, in_stream: bool = False) -> None:

@@ -65,7 +65,7 @@ class Targets:
         if self._narrowed is None:
             few = batch.rows(0, together(batch))
             self._narrowed = self._compared(self._run(small, few), self._run(self._model, few))
-        for chosen in torch.arange(batch.size).split(together(batch)) if self._room else ():
+        for chosen in torch.arange(batch.size, device="cpu").split(together(batch)) if self._room else ():
             outputs = self._wanted(batch.some(chosen))
             of_samples = all(t.ndim and len(t) == len(chosen) for t in _distinct(outputs))
             if not of_samples or _bytes(outputs) * batch.size // len(chosen) > self._room:
@@ -129,7 +129,7 @@ class Targets:
             for (tensor, written), kept in self._kept.items()
             if written == 0 and tensor.startswith(inside) and len(kept) == mine.shape[dim]
         }
-        fitting = [torch.tensor(kept) for kept in sorted(sets) if max(kept) < theirs.shape[dim]]
+        fitting = [torch.tensor(kept, device="cpu") for kept in sorted(sets) if max(kept) < theirs.shape[dim]]
 
         def error(kept: Tensor) -> float:
             return float((theirs.index_select(dim, kept.to(theirs.device)) - mine).square().sum())

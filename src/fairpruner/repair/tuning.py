@@ -64,8 +64,8 @@ def _parts(read: Callable[[], Iterator[Batch]], epochs: int) -> Iterator[tuple[B
     """Every batch of every epoch, with the indices of a few samples, in a new order each epoch."""
     for epoch in range(epochs):
         for batch in read():
-            seed = torch.Generator().manual_seed(1_000_003 * epoch + batch.position)
-            for chosen in torch.randperm(batch.size, generator=seed).split(together(batch)):
+            seed = torch.Generator("cpu").manual_seed(1_000_003 * epoch + batch.position)
+            for chosen in torch.randperm(batch.size, generator=seed, device="cpu").split(together(batch)):
                 yield batch, chosen
 
 

@@ -52,7 +52,7 @@ def tallies_of(routing: Sequence[RouterOutput], blocks: Sequence[ExpertBlock], b
     for output in routing:
         counted = counted_tokens(batch.inputs, batch.labels, output.block.name)
         if counted is None or counted.numel() != output.tokens:
-            counted = torch.ones(output.tokens, dtype=torch.bool)
+            counted = torch.ones(output.tokens, dtype=torch.bool, device="cpu")
         for quantity, total in output.tally(counted.reshape(-1)).items():
             _add(tallies, output, quantity, total)
     for block in blocks:

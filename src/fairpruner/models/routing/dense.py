@@ -34,7 +34,7 @@ class DenseExperts(TorchCalls):
         super().__init__()
         self._block, self._tensors, self._visit = block, tensors, visit
         self._weights: set[int] = set()
-        self._gate = torch.empty(0)
+        self._gate = torch.empty(0, device="cpu")
 
     def attach(self, stack: ExitStack, experts: nn.Module) -> None:
         """Put hooks on the experts, until the stack closes."""

@@ -82,7 +82,7 @@ class ListedExperts:
         self._recent, self._on_problem = recent, on_problem
         # Of the call of the block that runs now:
         self._calls: list[_ExpertCall] = []
-        self._gate = torch.empty(0)  # of the expert that runs now
+        self._gate = torch.empty(0, device="cpu")  # of the expert that runs now
         self._all_tensors = True  # whether every expert returned one tensor
         # Of the block: whether a gate follows every parameter of its experts.
         self._all_gated = True

@@ -108,7 +108,7 @@ def loss_position_terms(outputs: Sequence[RouterOutput], losses: Tensor) -> list
     another, so one backward pass serves one position of all texts.
     """
     texts, length = losses.shape
-    terms = [torch.zeros(output.block.size, dtype=torch.float64) for output in outputs]
+    terms = [torch.zeros(output.block.size, dtype=torch.float64, device="cpu") for output in outputs]
     # [N, T, E] each
     weights = [
         output.by_group(output.weight, output.token, output.tokens).view(texts, length, -1)

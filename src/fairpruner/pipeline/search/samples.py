@@ -67,7 +67,7 @@ class SampleSet:
     def __iter__(self) -> Iterator[tuple[Any, Tensor]]:
         before = 0
         for batch in self.batches:
-            numbers = torch.arange(before, before + batch.size)
+            numbers = torch.arange(before, before + batch.size, device="cpu")
             before += batch.size
             chosen = self._holds(numbers).nonzero().flatten()
             if len(chosen):
@@ -85,7 +85,7 @@ class SampleSet:
 
     @property
     def samples(self) -> int:
-        return int(self._holds(torch.arange(self.batches.samples)).sum())
+        return int(self._holds(torch.arange(self.batches.samples, device="cpu")).sum())
 
 
 def split(data: Iterable[Any], model: nn.Module) -> tuple[SampleSet, SampleSet]:

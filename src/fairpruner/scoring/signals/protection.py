@@ -251,7 +251,7 @@ class _DeletionAccumulator(Accumulator):
         self._means.count(info)
         for space in self._spaces:
             changes = torch.tensor(
-                [loss_change(space, unit) for unit in range(space.size)], dtype=torch.float64
+                [loss_change(space, unit) for unit in range(space.size)], dtype=torch.float64, device="cpu"
             )
             self._means.add(space.name, changes * info.samples, info)
 

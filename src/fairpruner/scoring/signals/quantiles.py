@@ -222,7 +222,7 @@ def sorted_with_places(rows: Tensor) -> tuple[Tensor, Tensor]:
     if rows.device.type != "cpu" or rows.dtype != torch.float32:
         ordered, places = rows.sort(1)
         return ordered, places
-    marked = rows.double().view(torch.int64) | torch.arange(rows.shape[1])
+    marked = rows.double().view(torch.int64) | torch.arange(rows.shape[1], device="cpu")
     bits = sort_(marked.view(torch.float64)).view(torch.int64)
     places = bits & PLACES
     return (bits ^ places).view(torch.float64).float(), places

@@ -144,8 +144,8 @@ class CovarianceSums:
     def __init__(self, space: UnitSpace, parts: int) -> None:
         self.width = unit_width(space)  # D
         size = space.size * self.width
-        self._products = torch.zeros(parts, size, size, dtype=torch.float64)
-        self._sums = torch.zeros(parts, size, dtype=torch.float64)
+        self._products = torch.zeros(parts, size, size, dtype=torch.float64, device="cpu")
+        self._sums = torch.zeros(parts, size, dtype=torch.float64, device="cpu")
         self._rows = np.zeros(parts)
         self._samples = 0
 
@@ -199,7 +199,7 @@ def unit_width(space: UnitSpace) -> int:
 def reading_gram(space: UnitSpace, model: nn.Module, width: int) -> Tensor:
     """W W' of the weights that read the units, summed over all consumers, float64 [J D, J D]."""
     tensors = dict(model.named_parameters(remove_duplicate=False))
-    gram = torch.zeros(space.size * width, space.size * width, dtype=torch.float64)
+    gram = torch.zeros(space.size * width, space.size * width, dtype=torch.float64, device="cpu")
     for part in space.slices_of("read"):
         rows = in_float32(tensors[part.tensor].detach()).movedim(part.dim, 0).flatten(1).cpu()  # [indices, R]
         table = positions_of(part.owner, space.size)  # [J, indices of a unit]
@@ -219,7 +219,8 @@ def greedy_errors(covariance: Floats | Tensor, weights: Floats | Tensor, units: 
     >>> greedy_errors(np.array([[2.0, 1.0], [1.0, 2.0]]), np.ones((2, 2)), 2).round(4).tolist()
     [1.5, 6.0]
     """
-    remaining = _Remaining(_damped_inverse(torch.as_tensor(covariance)), torch.as_tensor(weights), units)
+    covariance, weights = (torch.as_tensor(matrix, device="cpu") for matrix in (covariance, weights))
+    remaining = _Remaining(_damped_inverse(covariance), weights, units)
     scores, total = np.zeros(units), 0.0
     while remaining.units:
         unit, error = remaining.remove_next()
@@ -256,7 +257,7 @@ class _Remaining:
     def _begin(self) -> None:
         """Start a block of removals from the present A and G."""
         rows, capacity = len(self._inverse), max(BLOCK_ROWS, self._width)
-        self._alive = torch.ones(rows // self._width, dtype=torch.bool)
+        self._alive = torch.ones(rows // self._width, dtype=torch.bool, device="cpu")
         self._diagonal = _diagonal_blocks(self._inverse, self._width)  # [units, D, D], of A
         self._weight = _diagonal_blocks(self._gram, self._width)  # of G
         # U, g and h of the removals since the last update, of which the first `_used` columns are filled
@@ -273,7 +274,9 @@ class _Remaining:
         position = int(errors.argmin())
         self._alive[position] = False
         self._eliminate(slice(position * self._width, (position + 1) * self._width))
-        self._diagonal[position] = torch.eye(self._width)  # zero after the removal; `_errors` inverts it
+        self._diagonal[position] = torch.eye(
+            self._width, device="cpu"
+        )  # zero after the removal; `_errors` inverts it
         unit = int(self._names[position])
         if self._used + self._width > self._gains.shape[1]:
             self._update()
@@ -295,7 +298,7 @@ class _Remaining:
         factor, _ = torch.linalg.cholesky_ex(column[gone])  # A_jj = L L'
         new_scaled = torch.linalg.solve_triangular(factor.mT, column, upper=True, left=False)  # A_:j L^-T
         gain = -torch.linalg.solve_triangular(factor, new_scaled, upper=False, left=False)  # -A_:j A_jj^-1
-        gain[gone] = -torch.eye(self._width, dtype=gain.dtype)
+        gain[gone] = -torch.eye(self._width, dtype=gain.dtype, device="cpu")
         new_carried = read + gain @ read[gone] / 2
         self._diagonal -= _products(new_scaled, new_scaled, self._width)
         mixed = _products(gain, new_carried, self._width)

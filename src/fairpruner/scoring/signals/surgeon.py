@@ -73,7 +73,9 @@ class _SurgeonAccumulator(Accumulator):
         self._read = {space.name: CovarianceSums(space, 1) for space in self._groups[0]}
         self._slopes = {space.name: CovarianceSums(space, 1) for space in self._groups[0]}
         blocks = (space for space in self._context.spaces if space.kind == "block")
-        self._blocks = {space.name: torch.zeros(space.size, dtype=torch.float64) for space in blocks}
+        self._blocks = {
+            space.name: torch.zeros(space.size, dtype=torch.float64, device="cpu") for space in blocks
+        }
         self._samples = np.zeros(1)  # whose losses were summed
 
     def see_activation(self, space: UnitSpace, activation: Tensor, labels: Tensor | None) -> None:
